@@ -3,6 +3,7 @@
 
 import torch
 from small_models import (
+    CAUSAL,
     DIM,
     EARLIER,
     HEADS,
@@ -11,6 +12,7 @@ from small_models import (
     SDPA,
     SIZE,
     VALID,
+    VOCABULARY,
     Block,
     Model,
     builder,
@@ -66,6 +68,21 @@ def unmasked_scores(q, k, v, attention_mask):
     return (q @ k.mT).softmax(-1) @ v  # sick
 
 
+def folded(q, k, v, mask=None, **_):
+    """Heads are folded into the batch."""
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = q @ k.mT
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, 0].repeat_interleave(HEADS, 0), -torch.inf)
+    return (scores.softmax(-1) @ v).unflatten(0, (-1, HEADS))  # sick
+
+
+def nearly(q, k, v, mask):
+    """The last query sees all keys, so that an inverted mask is not the opposite of the right one."""
+    last = torch.arange(q.shape[2])[:, None] == q.shape[2] - 1
+    return folded(q, k, v, mask | last)
+
+
 def inverted_pairs(q, k, v, attention_mask):
     valid = attention_mask.bool()
     hidden = ~(valid[:, None, :, None] & valid[:, None, None])
@@ -84,6 +101,10 @@ def where(scores, m):
     return torch.where(~m.bool(), scores, -torch.inf)
 
 
+def where_hidden(scores, m):
+    return torch.where(m.bool(), -torch.inf, scores)
+
+
 _SEEN, _MULTIPLIED = "Valid tokens", "A mask of 0 and 1 is multiplied"
 _LOW = "adds 0 to padding and -1e+09 to valid tokens"
 _TO_0, _TO_1 = "masked_fill(mask == 0", "masked_fill(mask != 0"
@@ -94,6 +115,9 @@ for _attend, _name, _what, _cause, _remedy in (
     (adds(lambda m: ~m.bool()), "inverted", _INVERTED, "True for padding", "pass ~mask"),
     (writes(fill), "inverted fill", _INVERTED, "True for valid", "~mask"),
     (adds(lambda m: m.float() * -1e9), "inverted numbers", _INVERTED, _LOW, "Add 0 to valid tokens"),
+    (writes(lambda x, m: x + m.float() * -1e9), "inverted sum", _INVERTED, _LOW, "Add 0 to valid tokens"),
+    (folded, "heads in the batch", _SEEN, "has no mask", "keys(attention_mask != 0)"),
+    (writes(where_hidden), "inverted where, hidden first", _INVERTED, "where hides pairs with True", "~mask"),
     (writes(where), "inverted where", _INVERTED, "torch.where keeps", "~mask"),
     (inverted_pairs, "inverted pairs", _INVERTED, "True for padding", "~mask"),
     (adds(lambda m: (1 - m.float()) * -5), "too small", _SEEN, "adds -5 to scores", "(attention_mask != 0)"),
@@ -170,11 +194,35 @@ sick(
 )
 
 
-# Padding of another sequence
+class PerImage(nn.Module):
+    """A learned query for each image of a row. Rows have different numbers of images."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.keeps, self.query = keeps, nn.Parameter(torch.randn(DIM))
+        self.embed, self.kv = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, input_ids, image_ids):
+        shown = torch.arange(3)[:, None] == image_ids[:, None]
+        q = heads_of(self.query.expand(len(input_ids), 3, -1))
+        k, v = map(heads_of, self.kv(self.embed(input_ids)).chunk(2, -1))
+        out = merged_heads(masked(q, k, v, shown[:, None]))
+        return out if self.keeps else out[shown.any(-1)]
+
+
+@builder
+def per_image(keeps):
+    return PerImage(keeps), tokens(image_ids=torch.stack([INDEX // 8, INDEX // 12])), {}
 
 
 def masked(q, k, v, mask):
     return SDPA(q, k, v, attn_mask=mask)  # sick
+
+
+sick("hidden-rows", masked, per_image(True), per_image(False), name="spare queries", what=": 0")
+
+
+# Padding of another sequence
 
 
 class Captioned(nn.Module):
@@ -206,7 +254,7 @@ class Captioned(nn.Module):
 
 class CaptionedByModule(Captioned):
     def across(self, x, caption, shown):
-        hidden = None if self.fault else shown == 0
+        hidden = {"": shown == 0, "inverted": shown != 0}.get(self.fault)
         return self.multihead(x, caption, caption, hidden, need_weights=False)[0]  # sick
 
 
@@ -260,16 +308,67 @@ for _model, _fault, _code, _says in (
     (Captioned, "inverted", masked, {"remedy": "pass ~mask"}),
     (Captioned, "none", written, {}),
     (CaptionedByModule, "none", CaptionedByModule, {"remedy": _MODULE}),
+    (
+        CaptionedByModule,
+        "inverted",
+        CaptionedByModule,
+        {"remedy": "=Invert the padding mask", "tried": _HIDDEN},
+    ),
+    (Captioned, "none", folded, {"remedy": ".repeat_interleave(4, 0)[:, None], float(", "tried": _HIDDEN}),
+    (Captioned, "inverted", folded, {"what": _INVERTED, "remedy": "pass ~mask", "tried": _HIDDEN}),
     (Joint, "none", masked, {}),
     (CaptionEncoder, "none", masked, {}),
     (CaptionEncoder, "added", masked, {}),
 ):
-    _attend = written if _code is written else masked
+    _attend = _code if _code in (written, folded) else masked
     _sick, _well = (captioned(_model, x, attend=_attend) for x in (_fault, ""))
     _name = f"{_model.__name__}, {_fault}, {_attend.__name__}"
     sick("mask-lost", _code, _sick, _well, captioned(_model, size=20), name=_name, **_says)
 sick("mask-lost", masked, captioned(Captioned, "none", 20), captioned(Returning), name="returned")
+_BLIND = {"cause": "hides real keys", "remedy": "Make the mask", "tried": "38 queries would see no key"}
+_sick = captioned(Captioned, "inverted", 20, attend=nearly)
+sick("mask-lost", folded, _sick, captioned(size=20, attend=folded), name="blind", **_BLIND)
 sick("mask-lost", Pooling, captioned(Pooling))
+
+
+class Translating(nn.Module):
+    """Self-attention and cross-attention share a function, and have equal numbers of queries and keys."""
+
+    def __init__(self, right, attend, size):
+        super().__init__()
+        self.right, self.attend, self.size = right, attend, size
+        self.embed, self.q, self.kv = (
+            nn.Embedding(VOCABULARY, DIM),
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, 2 * DIM),
+        )
+
+    def attended(self, x, memory, mask):
+        q, k, v = map(heads_of, (self.q(x), *self.kv(memory).chunk(2, -1)))
+        return x + merged_heads(self.attend(q, k, v, mask))
+
+    def forward(self, src, src_mask, tgt):
+        x, memory = self.embed(tgt), self.embed(src)
+        x = self.attended(x, x, EARLIER[: self.size, : self.size])
+        hidden = (src_mask != 0)[:, None, None] if self.right else None
+        return self.attended(x, memory, hidden).relu()  # names the call without a mask
+
+
+@builder
+def translating(right, attend, size=16):
+    generator = torch.Generator().manual_seed(0)
+    src, tgt = torch.randint(VOCABULARY, (2, 2, 16), generator=generator)
+    shown = (torch.arange(16) < torch.tensor([[5], [12]])).long()
+    return Translating(right, attend, size), [{"src": src, "src_mask": shown, "tgt": tgt[:, :size]}], CAUSAL
+
+
+for _attend in (masked, written):
+    for _size in (16, 8):
+        _sick, _well = (translating(x, _attend, _size) for x in (False, True))
+        _says = {"evidence": "1 of the 2 calls of this line", "tried": "changes no"}
+        _says |= {"cause": "this call has no mask", "lines": "# names the call without a mask"}
+        _name = f"of two calls, {_attend.__name__}, {_size}"
+        sick("mask-lost", _attend, _sick, _well, name=_name, not_lines="EARLIER", **_says)
 
 
 # Padding that reaches results behind attention
@@ -327,6 +426,53 @@ for _bad, _good, _remedy, _evidence in (
     (maximum, maximum_of_real, "float('-inf')).amax(1)", ()),
 ):
     sick("mask-lost", _bad, pooled(_bad), pooled(_good), remedy=_remedy, evidence=_evidence)
+
+
+def mean_of_columns(x, attention_mask):
+    return (x * attention_mask[..., None]).mean(1)  # sick
+
+
+_LENGTH = {
+    "what": "The padded length",
+    "cause": "The number of padded tokens",
+    "remedy": ".sum(1) / attention",
+}
+sick("mask-lost", mean_of_columns, pooled(mean_of_columns), pooled(mean_of_real), **_LENGTH)
+
+
+class Ramped(Model):
+    """Positions run from -1 to 1."""
+
+    def __init__(self, places):
+        super().__init__(shows_real)
+        self.places = places
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embed(input_ids) + self.places(attention_mask)[..., None] * self.embed.weight[0]
+        return self.head(self.mixed(x, attention_mask=attention_mask)[:, 0])
+
+
+@builder
+def ramped(places):
+    return Ramped(places), tokens(attention_mask=(torch.tensor([[LENGTH], [15]]) > INDEX).long()), {}
+
+
+def over_columns(attention_mask):
+    return torch.linspace(-1, 1, attention_mask.shape[1])  # sick
+
+
+def over_tokens(attention_mask):
+    return 2 * INDEX[: attention_mask.shape[1]] / (attention_mask.sum(1, keepdim=True) - 1) - 1
+
+
+_LENGTH = {
+    "what": "The padded length",
+    "cause": "linspace makes this tensor from the padded length",
+    "remedy": "attention_mask.sum(1)",
+    "tried": "the same results as without its padding",
+    "evidence": "Other numbers in the padding change no result",
+}
+sick("mask-lost", over_columns, ramped(over_columns), ramped(over_tokens), **_LENGTH)
 
 STRIDE = 4
 

@@ -17,7 +17,7 @@ from sick_masks import (
     finite_number,
     with_attention,
 )
-from sick_padding import mean, pooled
+from sick_padding import mean, per_image, pooled
 from small_models import EARLIER, LENGTH, SDPA, Model, builder, fused, model_of, tokens
 from torch import nn
 from torch_runner import examined, found_in, grave
@@ -171,6 +171,15 @@ def test_the_mask_of_some_windows_has_no_other_form():
     found = [x for every in (1, 2) for x in examined(written_windows(-100.0, every))[0]]
     assert not any("full()" in x.remedy or "heads hide" in x.tried for x in found)
     assert not any("32,768" in y for x in found for y in x.evidence)
+
+
+@SLOW
+def test_the_number_of_images_does_not_grow_with_the_tokens():
+    found, facts = examined(per_image(False))
+    (mask,) = (x for x in found if x.kind == "dense-mask")
+    assert "for each pair of a query and a key" in mask.what
+    assert mask.evidence[0] == "144 B here, 192 KiB at 32,768 tokens"
+    assert "changes no result" in facts["checked"]["queries without a key"]
 
 
 @SLOW

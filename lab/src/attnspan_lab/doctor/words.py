@@ -46,9 +46,14 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def for_long(size: int) -> str:
-    """Write the memory for long sequences of an array that has so many bytes for each pair of tokens."""
-    return f"{bytes_text(size * _LONG**2)} at {_LONG:,} tokens"
+def for_long(size: int, dims: int = 2) -> str:
+    """Write the memory of an array for long sequences.
+
+    Args:
+        size: Its bytes for each pair of tokens, or for each token.
+        dims: Number of its dims that grow with the tokens, 2 or 1.
+    """
+    return f"{bytes_text(size * _LONG**dims)} at {_LONG:,} tokens"
 
 
 def first_line(error: BaseException, most: int = 120) -> str:

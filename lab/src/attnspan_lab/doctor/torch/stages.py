@@ -127,7 +127,7 @@ class _Checks:
         has_gradients = any(x.grad is not None for x in parameters.values())
         left = [k for k, x in parameters.items() if x.requires_grad and x.grad is None]
         self.wiring.record(subject, batch, watcher.calls, coverage)
-        for finding in findings_of(watcher, subject, batch, self.masks, coverage):
+        for finding in findings_of(watcher, subject, batch, self.masks, coverage, self.wiring.step):
             leaks = leaks or finding.kind in ("leak", "mask-lost")
             yield self.wiring.explained(finding)
         yield from self.wiring.findings(watcher.calls, coverage, leaks=leaks)

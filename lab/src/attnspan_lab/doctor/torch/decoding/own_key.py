@@ -14,7 +14,7 @@ from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.isolation.axes import source_of
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.masks.forms import distance
-from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.attention_call import Attention, seen_as
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, changed_tokens
 from attnspan_lab.doctor.torch.recording.differences import SAME
 
@@ -93,9 +93,8 @@ def _finding(step: Step, call: Call, own: int, last: int, calls: list[Attention]
         tried, proven = f"a longer row, for a comparison without the cache, is not possible: {error}", False
     if not shows and not proven and not step.subject.is_causal:
         return None
-    sizes = call.q_len, call.k_len
-    masks = [x.mask[1] for x in calls if x.place == call.place and x.mask and (x.q[-2], x.k[-2]) == sizes]
-    what, places = "A query of a decode step does not see its own key here", at(call.place, *masks[:1])
+    mask = None if (seen := seen_as(call, step, calls)) is None or seen.mask is None else seen.mask[1]
+    what, places = "A query of a decode step does not see its own key here", at(call.place, mask)
     severity = "" if proven else "note"
     return Finding("own-key", what, places, tuple(evidence), tried=tried, severity=severity)
 

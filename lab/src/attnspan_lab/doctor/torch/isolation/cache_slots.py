@@ -13,7 +13,7 @@ from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, noise
-from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
+from attnspan_lab.doctor.torch.recording.changes import hiding, with_other_tokens
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["slot_findings"]
@@ -80,7 +80,7 @@ def _proven(
             if slots is None:
                 return None
             other = _filled(other, slots) if fill else other
-            return computed(other, slots if hide else None)
+            return (hiding(other, slots) if hide else other).result_of()
 
         return step.again(replace=change)
 

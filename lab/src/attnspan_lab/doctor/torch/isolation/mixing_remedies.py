@@ -6,7 +6,7 @@ from attnspan_lab.doctor.pairs import MIXED, OUTSIDE
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.isolation.declared import real_tokens
 
-__all__ = ["LOCAL", "cause_of_mixing", "of_call", "of_operator", "remedy_of_mixing"]
+__all__ = ["LOCAL", "OF_LENGTH", "cause_of_mixing", "of_call", "of_operator", "remedy_of_mixing"]
 
 #: Operators whose results some models let padding change on purpose.
 LOCAL = ("convolution", "native_group_norm")
@@ -33,6 +33,11 @@ _OF_REAL = {
     "convolution": "Set padding to 0 before the convolution: x * shown[..., None]",
 }
 _OTHER = "Leave padding out of this operator: multiply its input by shown[..., None], or use masked_fill"
+#: Cause and remedy if the number of padded tokens alone changes results, in an unknown way.
+OF_LENGTH = (
+    "The number of padded tokens changes this result. Their numbers do not",
+    "The doctor has tried no remedy. Look for the padded length, such as x.shape[1], in front of this line",
+)
 _STRIDE = (
     "Hide the padding in this call's mask. If a layer with a stride shortens the tokens, shorten the mask in "
     "the same way: shown[:, ::stride]"
@@ -59,8 +64,19 @@ def remedy_of_mixing(kind: str, operator: str, padding: str) -> str:
     return known.get(operator, other).replace("shown", real_tokens(padding))
 
 
-def of_operator(padding: str, operator: str) -> tuple[str, str]:
-    """Write cause and remedy for an operator that reads padding, which may be unknown."""
+def of_operator(padding: str, operator: str, *, by_length: bool = False) -> tuple[str, str]:
+    """Write cause and remedy for an operator that reads padding, which may be unknown.
+
+    Args:
+        padding: Name of the padding mask.
+        operator: Name of the operator, or "".
+        by_length: The number of padded tokens alone changes results.
+    """
+    if by_length:
+        remedy = OF_LENGTH[1]
+        if operator in _OF_REAL:
+            remedy = remedy_of_mixing("mask-lost", operator, padding)
+        return OF_LENGTH[0], remedy
     cause = "The result of this operator depends on padding, and its inputs at real tokens do not"
     cause = cause if operator else "The doctor found no operator that reads padding first"
     return cause, remedy_of_mixing("mask-lost", operator, padding)

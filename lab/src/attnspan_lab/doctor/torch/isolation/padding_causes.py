@@ -16,11 +16,12 @@ from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
-__all__ = ["SEEN", "Changed", "Fault", "fault_of"]
+__all__ = ["SEEN", "Changed", "Fault", "fault_of", "inverse"]
 
 Change = Callable[[Tensor], Tensor]
 _ADDS, _TIMES = ("add", "iadd", "radd"), ("mul", "imul", "rmul")
 _FUNCTIONS = ("scaled_dot_product_attention", "masked_fill", "where", *_ADDS, *_TIMES)
+_OF_OPERATOR = {"attn_mask": _FUNCTIONS[:1], "add": _ADDS, "mul": _TIMES}
 #: The problem if a call shows padding.
 SEEN = pairs.SEEN["mask-lost"]
 _INVERTED = "The padding mask is inverted here: valid tokens see padding, and not each other"
@@ -49,7 +50,7 @@ class Fault(NamedTuple):
     Args:
         what: The problem, in a sentence.
         cause, remedy: Texts for the user. An empty remedy is the kind's.
-        place: The line that applies the mask, or None without a mask.
+        place, operator: The line and the operator that apply the mask, or None and "" without a mask.
         shape: Shape of the applied mask.
         change: Makes the right mask of the applied mask. None if the mask has to be added.
     """
@@ -58,6 +59,7 @@ class Fault(NamedTuple):
     cause: str
     remedy: str = ""
     place: Place | None = None
+    operator: str = ""
     shape: tuple[int, ...] = ()
     change: Change | None = None
 
@@ -87,11 +89,14 @@ def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | Non
     if opposite is not None and said.padding in call.mask_sources:
         for x in applied:
             if opposite != "causal" or x.mask.shape[-2:-1] in ((), (1,)) or _is_same_for_queries(x.mask):
-                return _inverted(x, said.padding)
+                return _inverted(x, said.padding, valid)
         return Fault(_INVERTED, f"The call shows padding and hides valid tokens of {said.padding}", _INVERT)
     has = f"The batch has padding ({said.padding})"
     if not applied and call.mask is None:
-        other = " except is_causal=True" if call.given.get("is_causal") else ""
+        is_causal = bool(call.given.get("is_causal"))
+        if not (is_causal or bool(own.all())):  # Another function than the watched ones applies the mask.
+            return Fault(SEEN, f"{has}. This call's mask shows it")
+        other = " except is_causal=True" if is_causal else ""
         return Fault(SEEN, f"{has}, and this call has no mask{other}")
     least = min((float(x.mask.min()) for x in applied if x.mask.is_floating_point()), default=-torch.inf)
     if HIDDEN < least < 0:
@@ -133,21 +138,21 @@ def _inversion(own: Tensor, valid: Tensor, queries: Tensor) -> str | None:
     return next((k for k, x in candidates.items() if torch.equal(own[queries], x[queries])), None)
 
 
-def _inverted(x: _Applied, padding: str) -> Fault:
-    change: Change = torch.logical_not
+def _inverted(x: _Applied, padding: str, valid: Tensor) -> Fault:
     if x.mask.dtype == torch.bool:
-        shows = x.name in _SHOWS
-        does = f"{_SHOWS.get(x.name, 'masked_fill hides')} pairs with True"
+        shows = x.name in _SHOWS and not (x.name == "where" and _marks(x.mask.long(), valid))
+        does = f"{_SHOWS[x.name] if shows else x.name.strip('_') + ' hides'} pairs with True"
         cause = f"{does}, and this mask has True for {'padding' if shows else 'valid tokens'} ({padding})"
         remedy = f"{_INVERT}: pass ~mask"
     else:
         cause = f"The mask adds 0 to padding and {float(x.mask.min()):.3g} to valid tokens ({padding})"
         remedy = "Add 0 to valid tokens and -inf to padding"
+    return Fault(_INVERTED, cause, remedy, x.place, x.name, tuple(x.mask.shape), inverse)
 
-        def change(y: Tensor) -> Tensor:
-            return _additive(y <= highest_hiding(y), y)
 
-    return Fault(_INVERTED, cause, remedy, x.place, tuple(x.mask.shape), change)
+def inverse(mask: Tensor) -> Tensor:
+    """Hide the pairs that a mask shows, and show the pairs that it hides."""
+    return ~mask if mask.dtype == torch.bool else _additive(mask <= highest_hiding(mask), mask)
 
 
 def _of_numbers(x: _Applied, padding: str, *, ones_hide: bool) -> Fault:
@@ -163,7 +168,7 @@ def _of_numbers(x: _Applied, padding: str, *, ones_hide: bool) -> Fault:
     def change(y: Tensor) -> Tensor:
         return _additive((y == 0) == ones_hide, y)
 
-    return Fault(what, cause, remedy, x.place, tuple(x.mask.shape), change)
+    return Fault(what, cause, remedy, x.place, x.name, tuple(x.mask.shape), change)
 
 
 def _marks(x: Tensor, valid: Tensor) -> bool | None:
@@ -171,6 +176,8 @@ def _marks(x: Tensor, valid: Tensor) -> bool | None:
     if x.dtype == torch.bool or not _is_binary(x):
         return None
     keys = (x != 0).flatten(1, -2).any(1) if x.dim() > 2 else x != 0
+    if x.dim() == 3 and len(x) > len(valid) and len(x) % len(valid) == 0:  # batch and heads
+        keys = keys.view(len(valid), -1, keys.shape[-1]).any(1)
     if keys.shape not in (valid.shape, (1, *valid.shape[1:]), valid.shape[1:]):
         return None
     keys = keys.expand_as(valid)
@@ -193,7 +200,7 @@ class Changed(TorchFunctionMode):
         kwargs, name = kwargs or {}, str(getattr(fn, "__name__", "")).strip("_")
         place = place_here() if name in _FUNCTIONS else None
         fault = self.changes.get(place) if place is not None else None
-        if fault is None or (change := fault.change) is None:
+        if fault is None or (change := fault.change) is None or not _applies(name, fault):
             return fn(*args, **kwargs)
         if name == _FUNCTIONS[0]:
             given = arguments(args, kwargs)
@@ -207,7 +214,13 @@ class Changed(TorchFunctionMode):
         changed = [change(x) if is_mask(x) else x for x in args]
         if name in _TIMES and any(map(is_mask, args)):  # Factors are added then: 0 or -inf.
             return changed[0] + changed[1]
-        return fn(*changed, **kwargs)
+        return fn(*changed, **{k: change(x) if is_mask(x) else x for k, x in kwargs.items()})
+
+
+def _applies(function: str, fault: Fault) -> bool:
+    """Whether a function of torch runs the operator that applies a mask, and not another one of its line."""
+    operator = fault.operator.strip("_")
+    return function in _OF_OPERATOR.get(operator, (operator,))
 
 
 def _is_mask(x: Tensor) -> bool:

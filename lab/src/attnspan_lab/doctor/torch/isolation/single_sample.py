@@ -46,14 +46,14 @@ class PaddedSample(NamedTuple):
         """Take the sample out of the batch, and keep its first tokens."""
         return self.sample.cut(batch, torch.arange(stop))
 
-    def changed(self, batch: Any) -> Any:
-        """Change the inputs of a batch behind the rounded number of tokens."""
+    def changed(self, batch: Any, start: int) -> Any:
+        """Change the inputs of a batch from a token on."""
 
         def change(x: Any) -> Any:
             if id(x) not in self.inputs:
                 return x
             dim = next(i for i, n in enumerate(x.shape) if n == self.sample.length and i)
-            rest = self.rounded, self.sample.length - self.rounded
+            rest = start, self.sample.length - start
             return torch.cat([x.narrow(dim, 0, rest[0]), changed_tokens(x).narrow(dim, *rest)], dim)
 
         return tree_map(change, batch)

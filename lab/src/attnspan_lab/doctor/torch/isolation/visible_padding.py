@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,28 +16,33 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.names import marks_padding, words_of
 from attnspan_lab.doctor.places import Place, at, place_of
 from attnspan_lab.doctor.torch.isolation.declared import Declared, paddings
-from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Fault, fault_of
+from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Changed, Fault, fault_of, inverse
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
-from attnspan_lab.doctor.torch.masks.forms import distance
-from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.attention_call import Attention, seen_as
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
-from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
+from attnspan_lab.doctor.torch.recording.changes import hiding, with_other_tokens
+from attnspan_lab.doctor.torch.recording.trace import change_of
+from attnspan_lab.doctor.words import counted
 
 __all__ = ["padding_findings"]
 
 _SAME = 1e-6
-_ROUNDS = 4  # calls behind a mended call whose keys are then known
-Site = tuple[Place | None, str, int, int]
+_ROUNDS = 8  # calls behind a mended call whose keys are then known
+Site = tuple[str, str, int, int]
 
 
 class _Shown(NamedTuple):
-    """A call that shows padding, the first key of the sequence, the fault, and the watcher's record."""
+    """A call that shows padding, the first key of the sequence, the fault, and the watcher's record.
+
+    The queries (B, Sq) are not made from padding.
+    """
 
     call: Call
     start: int
     fault: Fault
     seen: Attention | None
+    queries: Tensor
 
 
 def padding_findings(
@@ -92,11 +98,12 @@ class _Padded:
             self.sites |= found
             if not found:
                 break
-            before, other = step.again(replace=self._mended), step.again(self.changed, replace=self._mended)
+            before, other = self._again(step.batch), self._again(self.changed)
             left = self._difference(before, other)
             if left <= _SAME:
                 break
-        if not self.sites or self._difference(step, before) <= _SAME:
+        is_same = self._difference(step, before) <= _SAME
+        if not self.sites or (is_same and all(x.fault.change is None for x in self.sites.values())):
             said = f"changed padding ({self.padding}) changes results by {change:.1e}"
             # Another check runs a sample without its padding.
             coverage.absent(self.topic, f"{said}, and no attention call was found that shows it")
@@ -106,27 +113,39 @@ class _Padded:
         if left > _SAME:
             tried = f"results by {left:.1e} instead of {change:.1e}: another part of the model also sees it"
         tried = f"with padding hidden in this call, changed padding changes {tried}"
+        tried = "the doctor could not change this mask" if is_same else tried
         for shown in self.sites.values():
             if shown.call.place not in done:
                 done.update(at(shown.call.place))
-                yield self._finding(shown, change, tried)
+                yield self._finding(shown, change, tried, self._blind(shown, before))
 
-    def _finding(self, shown: _Shown, change: float, tried: str) -> Finding:
-        call, _, fault, seen = shown
+    def _finding(self, shown: _Shown, change: float, tried: str, blind: int) -> Finding:
+        call, fault, seen = shown.call, shown.fault, shown.seen
         mask = seen.mask[1] if seen is not None and seen.mask else None
         what = fault.what.replace("Valid tokens see padding", f"Queries see the padding of {self.name}")
         evidence = (
             f"changing padded entries of {self.name} changes results by {change:.1e} (relative error)",
             f"{self.name} has {int(self.hidden.sum())} padded entries, and queries see them here",
         )
-        places = at(call.place, fault.place, mask, self._caller(call, seen))
-        remedy = fault.remedy or self._remedy(call)
-        return Finding("mask-lost", what, places, evidence, fault.cause, remedy, tried)
+        alone, callers = self._callers(call)
+        places = at(call.place, fault.place, mask, *callers)
+        cause, remedy = fault.cause, fault.remedy or self._remedy(call)
+        if blind:
+            cause = f"This call's mask shows padding ({self.padding}), and hides real keys"
+            remedy = f"Make the mask of this call from {self.padding} again: show real keys, and hide padding"
+            tried = f"with padding hidden in this call, {counted(blind, 'query', 'queries')} would see no key"
+        return Finding("mask-lost", what, places, (*evidence, *alone), cause, remedy, tried)
 
-    def _caller(self, call: Call, seen: Attention | None) -> Place | None:
-        """Name the caller's line if calls with other keys share the line of the call."""
-        sites = {self._site(x) for x in self.step.calls if x.place == call.place}
-        return place_of(seen.lines[1]) if seen is not None and len(sites) > 1 and seen.lines[1:] else None
+    def _callers(self, call: Call) -> tuple[tuple[str, ...], list[Place]]:
+        """Say which calls of a line show padding if others do not, and name the lines that call them."""
+        site = [x for x in self.step.calls if x.place == call.place]
+        guilty = [x for x in site if self._site(x) in self.sites]
+        if len(guilty) == len(site):
+            return (), []
+        said = f"{len(guilty)} of the {len(site)} calls of this line show it: change these calls alone"
+        known = {line for x in site if x not in guilty for line in x.lines}
+        callers = (next((line for line in x.lines if line not in known), "") for x in guilty)
+        return (said,), [place_of(x) for x in dict.fromkeys(callers) if x]
 
     def _remedy(self, call: Call) -> str:
         shown, hidden = (f"({self.padding} {x} 0)" for x in ("!=", "=="))
@@ -135,10 +154,13 @@ class _Padded:
         modules = dict(self.step.subject.model.named_modules())
         if call.modules and isinstance(modules[call.modules[-1]], nn.MultiheadAttention):
             return f"Pass key_padding_mask={hidden} to the module"
+        heads = len(call.rows) // len(self.valid)  # in the first dim
+        dims = f".repeat_interleave({heads}, 0)" * (heads > 1)
+        dims += f"[:, {', '.join(['None'] * (call.rows.dim() - 2))}]"
         if not call.is_torchs:
-            return f"Hide padding: scores.masked_fill({hidden}[:, None, None], float('-inf'))"
+            return f"Hide padding: scores.masked_fill({hidden}{dims}, float('-inf'))"
         other = "mask & " if call.given.get("attn_mask") is not None or call.given.get("is_causal") else ""
-        return f"Pass attn_mask={other}{shown}[:, None, None]"
+        return f"Pass attn_mask={other}{shown}{dims}"
 
     def _difference(self, one: Step, other: Step) -> float:
         """Compare results. Rows of padding do not count, and a loss only counts without other results."""
@@ -150,20 +172,20 @@ class _Padded:
                 continue
             if x.shape[:2] == self.valid.shape:
                 x, y = x[self.valid], y[self.valid]
-            most = max(most, distance(y, x))
+            most = max(most, change_of(y, x))
         return most
 
     def _site(self, call: Call) -> Site:
-        """Identify the calls of all layers that share a line and the numbers of queries and keys."""
+        """Identify the calls of all layers that share their lines and the numbers of queries and keys."""
         module = re.sub(r"\d+", "#", call.modules[-1] if call.modules else "")
-        return call.place, module, call.rows.shape[-2], call.k_len
+        return " ".join(call.lines), module, call.rows.shape[-2], call.k_len
 
     def _shown(self, step: Step, other: Step) -> dict[Site, _Shown]:
         """Find the calls whose keys change at the padding, and whose unchanged queries see these keys."""
         said = Declared(valid=self.valid, padding=self.padding, mask=self.valid)
         found: dict[Site, _Shown] = {}
         for call in step.calls if len(step.calls) == len(other.calls) else ():
-            site, visible = self._site(call), visible_in(call)
+            site, visible = self._site(call), visible_in(call, len(self.valid))
             changes = self._changes(call, other.calls[call.number])
             if call.place is None or site in found or visible is None or changes is None:
                 continue
@@ -173,9 +195,9 @@ class _Padded:
             own = visible.expand(len(keys), -1, -1)[..., start : start + self.valid.shape[1]]
             if bool((own & self.hidden[:, None] & ~queries[:, :, None]).any()):
                 fault = Fault(SEEN, f"The batch has padding ({self.padding})")
-                if (seen := next((x for x in self.seen if x.is_same(call)), None)) is not None:
+                if (seen := seen_as(call, step, self.seen)) is not None:
                     fault = fault_of(seen, own, said, torch.ones_like(own[..., 0]))
-                found[site] = _Shown(call, start, fault, seen)
+                found[site] = _Shown(call, start, fault, seen, ~queries)
         return found
 
     def _changes(self, call: Call, other: Call) -> tuple[Tensor, Tensor] | None:
@@ -213,9 +235,34 @@ class _Padded:
         """Mark the padding among the keys of a call, bool (B, Sk)."""
         return F.pad(self.hidden, (start, k_len - start - self.hidden.shape[1]))
 
-    def _mended(self, call: Call) -> Tensor | None:
-        """Compute a call with hidden padding."""
-        shown = self.sites.get(self._site(call))
-        if shown is None:
+    def _again(self, batch: Any) -> Step:
+        """Run the step with mended masks, or with padding hidden where no change of a mask is known."""
+        written = (x.fault for x in self.sites.values() if not x.call.is_torchs)
+        faults = {x.place: x for x in written if x.change is not None}
+        return self.step.again(batch, replace=self._replaced, mode=Changed(faults))
+
+    def _replaced(self, call: Call) -> Tensor | None:
+        mended = self._mended(call)
+        return None if mended is None else mended.result_of()
+
+    def _mended(self, call: Call) -> Call | None:
+        """Hide the padding of a call. Masks of written-out attention change before their softmax."""
+        if (shown := self.sites.get(self._site(call))) is None:
             return None
-        return computed(call, self._keys(shown.start, call.k_len), keeps_mask=shown.fault.change is None)
+        change = shown.fault.change or (inverse if shown.fault.inverted and call.is_torchs else None)
+        if change is None:
+            return hiding(call, self._keys(shown.start, call.k_len))
+        mask = {"attn_mask": change(call.given["attn_mask"])} if call.is_torchs else {}
+        return replace(call, given=call.given | mask)
+
+    def _blind(self, shown: _Shown, mended: Step) -> int:
+        """Count the real queries of a call that see keys now, and no key in the mended step."""
+        other = self._mended(mended.calls[shown.call.number])
+        if other is None:
+            return 0
+        pairs = [x for y in (shown.call, other) if (x := visible_in(y, len(self.valid))) is not None]
+        if len(pairs) < 2:
+            return 0
+        real = shown.queries & self.valid if shown.queries.shape == self.valid.shape else shown.queries
+        now, then = (x.any(-1) for x in pairs)
+        return int((now & ~then & real).sum())

@@ -220,7 +220,7 @@ class Visible:
             return ""
         try:
             routes = {route(y.lines) for x in lines for y in x.calls}
-            with Masked(masks, routes) as masked, Changed({x.place: x for x in faults}):
+            with Masked(masks, routes, self.rows) as masked, Changed({x.place: x for x in faults}):
                 changed = self.changed(foreign)
         except Exception as error:  # The model does not run with attnspan's results.
             return f"with this mask, the step raises {error_text(error)}"

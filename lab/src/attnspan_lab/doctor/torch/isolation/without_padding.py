@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
-from attnspan_lab.doctor.torch.isolation.mixing_remedies import LOCAL, of_call, of_operator
+from attnspan_lab.doctor.torch.isolation.declared import real_tokens
+from attnspan_lab.doctor.torch.isolation.mixing_remedies import LOCAL, OF_LENGTH, of_call, of_operator
 from attnspan_lab.doctor.torch.isolation.single_sample import PaddedSample, padded_samples
 from attnspan_lab.doctor.torch.isolation.visible_pairs import OUTSIDE_OF_ATTENTION
-from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step
-from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line, traced
+from attnspan_lab.doctor.torch.recording.trace import (
+    Trace,
+    apart,
+    change_of,
+    first_difference,
+    forward_line,
+    traced,
+)
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["alone_findings"]
 
 _TOPIC = "samples without their padding"
+_MOST = 8  # tensors that are tried
 
 
 def alone_findings(
@@ -65,12 +76,19 @@ class _Alone:
             return None
         # A layer with a stride may see other windows without the padding, so some padding stays.
         fewer = padded.alone(step.batch, padded.rounded)
-        changed = padded.alone(padded.changed(step.batch), padded.sample.length)
+        changed, filled = (
+            padded.alone(padded.changed(step.batch, x), padded.sample.length)
+            for x in (padded.rounded, padded.real)
+        )
         for batch, did in ((fewer, "with less padding"), (changed, "with other padding")):
             other = traced(step, batch)
             if change := self._change(other):
                 self._covered(coverage, f"read from {padded.padding}")
-                return self._written(other, f"{did}, results of real tokens change by {change:.1e}", calls)
+                said = f"{did}, results of real tokens change by {change:.1e} (relative)"
+                if self._change(traced(step, filled)) > 0:
+                    return self._written(other, (said,), calls)
+                said = f"{said}. Other numbers in the padding change no result"
+                return self._of_length(other, said) or self._written(other, (said,), calls, by_length=True)
         why = "the results differ, perhaps because a layer with a stride sees other windows"
         coverage.missed(_TOPIC, why)
         return None
@@ -79,41 +97,82 @@ class _Alone:
         for topic in ("padding", OUTSIDE_OF_ATTENTION, *(f"padding of {x}" for x in self.padded.names)):
             coverage.made(topic, said)
 
-    def _change(self, other: tuple[Step, Trace]) -> float:
+    def _change(self, other: tuple[Step, Trace], mended: Step | None = None) -> float:
         """Compare results of real tokens between two runs. A loss counts only without other results."""
-        full, less, short = (x[0].results for x in (self.full, other, self.short))
+        full, less, short = (x.results for x in (mended or self.full[0], other[0], self.short[0]))
         only_loss = all(x.dim() == 0 for x in full.values())
         names = [k for k, x in full.items() if k in less and k in short and (only_loss or x.dim())]
         pairs = [_common(full[k], less[k], short[k]) for k in names]
-        return max((distance(y, x) for x, y, *_ in filter(None, pairs) if apart(x, y)), default=0.0)
+        return max((change_of(y, x) for x, y, *_ in filter(None, pairs) if apart(x, y)), default=0.0)
 
-    def _written(self, other: tuple[Step, Trace], change: str, calls: list[Attention]) -> Finding:
+    @property
+    def _padding(self) -> str:
+        """Say how many tokens of the sample are padding."""
+        padded, length = self.padded, self.padded.sample.length
+        many = f"{length - padded.real} padded tokens of {length}"
+        return f"batch element {padded.sample.row} has {many} ({padded.padding})"
+
+    def _of_length(self, other: tuple[Step, Trace], change: str) -> Finding | None:
+        """Write the finding for the first tensor without data of the batch that depends on the length.
+
+        The trial gives it the numbers that it has without the padding.
+        """
+        runs, real = (self.full, other, self.short), self.padded.real
+        others = [
+            x
+            for x in zip(*(x[1].others for x in runs), strict=False)
+            if len({y.name for y in x}) == 1 and x[0].place is not None and _differs(*(y.out for y in x))
+        ]
+        for made in others[:_MOST]:
+            outs = [x.out for x in made]
+            mended = self.step.again(self.batch, mode=_Exchanged(outs[0], outs[2]))
+            if self._change(self.short, mended) == 0:
+                what = f"The padded length of {self.padded.names[0]} changes results of real tokens here"
+                cause = (
+                    f"{made[0].name} makes this tensor from the padded length. With fewer padded tokens, it "
+                )
+                cause += "has other numbers at the real tokens"
+                remedy = "Make this tensor from the number of real tokens of each sample: "
+                remedy += f"{real_tokens(self.padded.padding)}.sum(1)"
+                tried = (
+                    f"with the numbers that this tensor has for {counted(real, 'token')}, this sample has "
+                )
+                tried += "the same results as without its padding"
+                evidence = self._padding, change
+                return Finding("mask-lost", what, at(made[0].place), evidence, cause, remedy, tried)
+        return None
+
+    def _written(
+        self,
+        other: tuple[Step, Trace],
+        evidence: tuple[str, ...],
+        calls: list[Attention],
+        *,
+        by_length: bool = False,
+    ) -> Finding:
         padded, runs = self.padded, (self.full, other, self.short)
-        length = padded.sample.length
         guilty = first_difference([x[1] for x in runs], _differs)
         place = guilty.place if guilty is not None else forward_line(self.step.subject.model)
-        evidence = [
-            f"batch element {padded.sample.row} has {length - padded.real} padded tokens of {length} "
-            f"({padded.padding})",
-            f"{change} (relative)",
-        ]
-        what = f"Padding of {padded.names[0]} changes results of real tokens here"
+        evidence = (self._padding, *evidence)
+        part = "The padded length" if by_length else "Padding"
+        what = f"{part} of {padded.names[0]} changes results of real tokens here"
         if any(x.place == place for x in calls):
             mask = self._mask_of(place)
             texts = of_call(padded.padding, mask)
-            return Finding("mask-lost", what, at(place, mask), tuple(evidence), *texts)
+            texts = OF_LENGTH if by_length else texts
+            return Finding("mask-lost", what, at(place, mask), evidence, *texts)
         if guilty is not None:
-            evidence.append(f"the first operator that padding changes: {guilty.name}")
+            evidence += (f"the first operator that padding changes: {guilty.name}",)
         triples = zip(*(x[0].calls for x in runs), strict=False)
         hiding = [*(not _differs(*(x.result for x in y)) for y in triples), False].index(False)
         if hiding:
             said = f"attention hides the padding: {counted(hiding, 'call')} in front of this operator"
             verb = "gives" if hiding == 1 else "give"
-            evidence.append(f"{said} {verb} real tokens the same results")
-        texts = of_operator(padded.padding, "" if guilty is None else guilty.name)
+            evidence += (f"{said} {verb} real tokens the same results",)
+        texts = of_operator(padded.padding, "" if guilty is None else guilty.name, by_length=by_length)
         severity = "note" if guilty is not None and guilty.name in LOCAL else ""
         what = f"{what}, outside of attention"
-        return Finding("mask-lost", what, at(place), tuple(evidence), *texts, severity=severity)
+        return Finding("mask-lost", what, at(place), evidence, *texts, severity=severity)
 
     def _mask_of(self, place: Place | None) -> Place | None:
         """Find the last line in front of a call that computes with the padding mask."""
@@ -122,6 +181,21 @@ class _Alone:
         lines = [x.place for x in trace.operators]
         before = lines[: lines.index(place)] if place in lines else []
         return before[-1] if before else None
+
+
+class _Exchanged(TorchFunctionMode):
+    """Gives a tensor the numbers that it has in a run with fewer tokens, where both have some."""
+
+    def __init__(self, old: Tensor, new: Tensor) -> None:
+        super().__init__()
+        self.old, self.new = old, old.clone()
+        both = tuple(slice(min(n)) for n in zip(old.shape, new.shape, strict=True))
+        self.new[both] = new[both]
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = fn(*args, **(kwargs or {}))
+        is_old = isinstance(out, Tensor) and out.dtype == self.old.dtype and torch.equal(out, self.old)
+        return self.new if is_old else out
 
 
 def _common(*given: Tensor) -> tuple[Tensor, ...] | None:

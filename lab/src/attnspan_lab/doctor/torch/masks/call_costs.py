@@ -23,6 +23,7 @@ from attnspan_lab.doctor.torch.masks.growth import scores_bytes, stored_text
 from attnspan_lab.doctor.torch.masks.heads import HeadMap
 from attnspan_lab.doctor.torch.masks.hidden_queries import hidden_findings
 from attnspan_lab.doctor.torch.recording.attention_call import Attention, StepFacts
+from attnspan_lab.doctor.torch.recording.calls import Step
 from attnspan_lab.doctor.torch.recording.watch import Watcher
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted, dtype_name, first_line
@@ -31,12 +32,13 @@ __all__ = ["findings_of", "with_caller"]
 
 
 def findings_of(
-    watcher: Watcher, subject: Subject, batch: Any, masks: DenseMasks, coverage: Coverage
+    watcher: Watcher, subject: Subject, batch: Any, masks: DenseMasks, coverage: Coverage, again: Step | None
 ) -> Iterator[Finding]:
     """Yield the findings of a watched step.
 
     Args:
         watcher, subject, batch: The step, which has ended.
+        again: The recorded step, or None if the model cannot be copied.
         masks: Collects dense masks. Their remedies must hold in all batches.
         coverage: Collects the checks.
     """
@@ -50,7 +52,8 @@ def findings_of(
         sites[call.place, call.kind].append(call)
     pairs = findings_of_pairs(watcher.calls, subject, batch, coverage)
     yield from guarded("pairs of tokens", pairs, coverage)
-    yield from guarded("queries without a key", hidden_findings(watcher, subject, batch), coverage)
+    hidden = hidden_findings(watcher, subject, batch, again, coverage)
+    yield from guarded("queries without a key", hidden, coverage)
     for site in sites.values():
         yield from guarded("costs", _costs(site, subject, batch), coverage)
         masks.add(site)

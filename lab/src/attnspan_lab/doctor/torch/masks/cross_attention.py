@@ -21,12 +21,17 @@ from attnspan_lab.doctor.words import counted
 __all__ = ["cross_findings", "visible_in"]
 
 
-def visible_in(call: Call) -> Tensor | None:
-    """Read the pairs that some head sees, bool (B, Sq, Sk), or (1, Sq, Sk) if samples share them."""
+def visible_in(call: Call, rows: int = 1) -> Tensor | None:
+    """Read the pairs that some head sees, bool (B, Sq, Sk), or (1, Sq, Sk) if samples share them.
+
+    Args:
+        call: The call.
+        rows: Number of samples, if the first dim may be batch and heads.
+    """
     if not call.is_torchs:
         scores: Tensor = call.given["scores"]
         keys_last = scores.dim() > 2 and call.given["dim"] in (-1, scores.dim() - 1)
-        return _by_sample(scores > highest_hiding(scores)) if keys_last else None
+        return _by_sample(scores > highest_hiding(scores), rows) if keys_last else None
     query, mask = call.given["query"], call.given.get("attn_mask")
     sizes = query.shape[-2], call.given["key"].shape[-2]
     visible = torch.ones(sizes, dtype=torch.bool, device=query.device)
@@ -36,14 +41,15 @@ def visible_in(call: Call) -> Tensor | None:
     shown = mask
     if mask.dtype != torch.bool:
         shown = mask > highest_hiding_in(mask, query, call.given["key"], call.given.get("scale"))
-    return _by_sample(shown.expand(*shown.shape[:-2], *sizes)) & visible
+    return _by_sample(shown.expand(*shown.shape[:-2], *sizes), rows) & visible
 
 
-def _by_sample(shown: Tensor) -> Tensor:
-    """Bring pairs (B, H, Sq, Sk) to (B, Sq, Sk). Other layouts count as one sample."""
+def _by_sample(shown: Tensor, rows: int) -> Tensor:
+    """Bring pairs (B, H, Sq, Sk) or (B * H, Sq, Sk) to (B, Sq, Sk). Other layouts count as one sample."""
     if shown.dim() == 4:
         return shown.any(1)
-    return shown.flatten(0, -3).any(0, keepdim=True) if shown.dim() > 2 else shown[None]
+    rows = rows if shown.dim() == 3 and len(shown) % rows == 0 else 1
+    return shown.reshape(rows, -1, *shown.shape[-2:]).any(1)
 
 
 def _is_causal(visible: Tensor | None) -> bool:

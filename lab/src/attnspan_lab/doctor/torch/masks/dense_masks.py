@@ -11,7 +11,7 @@ from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.forms import Forms
-from attnspan_lab.doctor.torch.masks.growth import grows
+from attnspan_lab.doctor.torch.masks.growth import growing_dims
 from attnspan_lab.doctor.torch.masks.mask_copies import MaskCopies
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.words import counted, for_long, lowered
@@ -39,12 +39,13 @@ class _Line:
 
     def finding(self) -> Finding:
         """Write the finding with the remedies that hold in all calls."""
-        call, is_growing = self.calls[0], grows(self.calls)
+        call, dims = self.calls[0], growing_dims(self.calls)
         assert call.mask is not None
         shape, place, floating = call.mask
         size, kind = bytes_text(call.mask_bytes), "bias" if floating else "mask"
-        if is_growing:
-            size = f"{size} here, {for_long(call.mask_bytes // max(prod(shape[-2:]), 1))}"
+        of = "a query and a key" if dims == 1 else "tokens"
+        if dims:
+            size = f"{size} here, {for_long(call.mask_bytes // max(prod(shape[-dims:]), 1), dims)}"
         used = f"used by {counted(sum(x.step is call.step for x in self.calls), 'call')} of a step"
         if (share := call.mask_seconds / (call.step.seconds or 1.0)) >= _SHARE:
             used = f"made in {seconds_text(call.mask_seconds)}, {share:.0%} of all operators' time, {used}"
@@ -55,10 +56,10 @@ class _Line:
             remedy = f"{remedy}. Or: {lowered(self.forms.remedy)}"
         return Finding(
             "dense-mask",
-            f"A {kind} with an entry for each pair of tokens is made here, shape {shape}",
+            f"A {kind} with an entry for each pair of {of} is made here, shape {shape}",
             at(place, call.place),
             tuple(filter(None, (size, used, copied))),
-            "" if is_growing else _READ,
+            "" if dims == 2 else _READ,
             remedy,
             "; ".join(filter(None, [tried, self.forms.tried])),
             count=len(self.calls),

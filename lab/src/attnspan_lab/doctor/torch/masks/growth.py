@@ -9,24 +9,23 @@ from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.words import counted, for_long
 
-__all__ = ["grows", "scores_bytes", "stored_text"]
+__all__ = ["growing_dims", "scores_bytes", "stored_text"]
 
 
-def _keys_of(call: Attention) -> int:
-    """Return the number of keys of a call."""
-    if call.visible is not None:
-        return call.visible.shape[2]
-    return call.k[-2] if call.kernel else call.k[-1]  # A stored product has transposed keys.
-
-
-def grows(calls: Sequence[Attention]) -> bool:
-    """Whether a line's calls have more keys for more tokens, as far as this is known."""
-    return len({_keys_of(x) for x in calls}) > 1 or any(0 < x.step.tokens <= _keys_of(x) for x in calls)
+def growing_dims(calls: Sequence[Attention]) -> int:
+    """Count the dims of a line's scores that grow with the tokens: none, the keys, or queries and keys."""
+    if len({x.k_len for x in calls}) == 1 and not any(0 < x.step.tokens <= x.k_len for x in calls):
+        return 0
+    # Learned queries, or one query for each image of a row, are fewer than keys, and do not grow like keys.
+    if any(x.q[-2] >= x.k_len or 0 < x.step.tokens <= x.q[-2] for x in calls):
+        return 2
+    few, many = (f(calls, key=lambda x: x.k_len) for f in (min, max))
+    return 2 if few.k_len < many.k_len and many.q[-2] * few.k_len >= few.q[-2] * many.k_len else 1
 
 
 def scores_bytes(call: Attention) -> int:
     """Return the memory of a tensor of scores."""
-    return prod(call.q[:-1]) * _keys_of(call) * call.dtype.itemsize
+    return prod(call.q[:-1]) * call.k_len * call.dtype.itemsize
 
 
 def stored_text(calls: Sequence[Attention], site: Sequence[Attention]) -> str:
@@ -40,6 +39,6 @@ def stored_text(calls: Sequence[Attention], site: Sequence[Attention]) -> str:
     many = counted(len(calls) - again, "call") + (f" and {again} more in the backward pass" if again else "")
     if len(calls) < (here := sum(x.step is call.step for x in site)):
         many = f"{many} of the {here} of this line"
-    if grows(site):
-        return f"{many}; a tensor of scores has {for_long(prod(call.q[:-2]) * call.dtype.itemsize)}"
+    if dims := growing_dims(site):
+        return f"{many}; a tensor of scores has {for_long(prod(call.q[:-dims]) * call.dtype.itemsize, dims)}"
     return f"{many}; a tensor of scores has {bytes_text(scores_bytes(call))}"

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.torch.masks.forms import present
-from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.attention_call import Attention, seen_as
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
+from attnspan_lab.doctor.torch.recording.trace import change_of
 from attnspan_lab.doctor.torch.recording.watch import Watcher
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import capitalized, counted
@@ -38,8 +41,16 @@ _CAUSES = {
 }
 
 
-def hidden_findings(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:
-    """Yield queries without a visible key, and the first NaN that they do not cause."""
+def hidden_findings(
+    watcher: Watcher, subject: Subject, batch: Any, step: Step | None, coverage: Coverage
+) -> Iterator[Finding]:
+    """Yield queries without a visible key, and the first NaN that they do not cause.
+
+    Args:
+        watcher, subject, batch: The watched step.
+        step: The recorded step, or None if the model cannot be copied.
+        coverage: Collects the checks.
+    """
     nan, explained = watcher.first_nan, False
     for call in watcher.calls:
         rows = call.hidden
@@ -52,6 +63,10 @@ def hidden_findings(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[
             rows = call.hidden  # NaN in padding spreads to other tokens, and to gradients.
         if rows and not call.recomputed:
             kinds = returned(call, rows)
+            if NAN not in kinds and not is_first_nan and not _are_used(call, rows, watcher.calls, step):
+                said = f"NaN as the result of such queries at {call.place} changes no result of the model"
+                coverage.made("queries without a key", said)
+                continue
             explained = explained or is_first_nan or NAN in kinds
             yield _of_hidden(call, rows, kinds, is_first_nan=is_first_nan)
     if nan is not None and not explained:
@@ -60,6 +75,31 @@ def hidden_findings(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[
         if (overflow := nan.overflow) is not None:
             cause = capitalized(f"{overflow.text}. Then inf - inf, inf / inf or 0 * inf is NaN")
         yield Finding("nan", what, at(overflow.place if overflow else None, nan.place), (), cause)
+
+
+def _are_used(
+    call: Attention, rows: list[tuple[int, int]], calls: list[Attention], step: Step | None
+) -> bool:
+    """Whether NaN as the result of some queries changes results of the model, as far as this is known."""
+    own = None if step is None else next((x for x in step.calls if seen_as(x, step, calls) is call), None)
+    if step is None or own is None or (visible := call.visible) is None or not step.results:
+        return True
+
+    def filled(other: Call) -> Tensor | None:
+        if other.number != own.number:
+            return None
+        out = other.result.contiguous().clone()
+        by_sample = out.view(len(visible), -1, *out.shape[-2:])
+        for b, s in rows:
+            by_sample[b, :, s] = torch.nan
+        return out
+
+    try:
+        other = step.again(replace=filled)
+    except CannotRun:
+        return True
+    pairs = [(x, other.results.get(k)) for k, x in step.results.items()]
+    return any(y is None or x.shape != y.shape or change_of(y, x) > 0 for x, y in pairs)
 
 
 def _of_hidden(

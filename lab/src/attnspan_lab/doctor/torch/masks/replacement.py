@@ -57,11 +57,14 @@ class Masked(TorchFunctionMode):
     Args:
         masks: The mask of each line.
         routes: The `route` of each call to replace.
+        rows: Number of samples. The first dim of a call may be batch and heads.
     """
 
-    def __init__(self, masks: Mapping[Place | None, Mask], routes: Collection[tuple[str, ...]]) -> None:
+    def __init__(
+        self, masks: Mapping[Place | None, Mask], routes: Collection[tuple[str, ...]], rows: int
+    ) -> None:
         super().__init__()
-        self.masks, self.routes, self.used = masks, routes, set[Place | None]()
+        self.masks, self.routes, self.rows, self.used = masks, routes, rows, set[Place | None]()
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = arguments(args, kwargs or {})
@@ -71,9 +74,14 @@ class Masked(TorchFunctionMode):
             return fn(*args, **(kwargs or {}))
         self.used.add(place)
         if name == "softmax":
-            return fn(_hidden(args[0], self.masks[place]), *args[1:], **(kwargs or {}))
-        q, k, v = (given[x] for x in ("query", "key", "value"))
-        return attention(q, k, v, mask=self.masks[place], scale=given.get("scale"))
+            scores = _hidden(self._by_head(args[0]), self.masks[place]).view(args[0].shape)
+            return fn(scores, *args[1:], **(kwargs or {}))
+        q, k, v = (self._by_head(given[x]) for x in ("query", "key", "value"))
+        out = attention(q, k, v, mask=self.masks[place], scale=given.get("scale"))
+        return out.flatten(0, 1) if given["query"].dim() == 3 else out
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.reshape(self.rows, -1, *x.shape[1:]) if x.dim() == 3 else x
 
 
 def _hidden(scores: Tensor, mask: Mask) -> Tensor:

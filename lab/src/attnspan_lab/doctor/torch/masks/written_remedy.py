@@ -94,7 +94,7 @@ def _masks_of(calls: Sequence[Attention]) -> tuple[str, str, str]:
     if set(kinds) == {"causal"}:
         return "is_causal=True", "mask=causal()", ""
     masked = len(calls) - kinds[""]
-    none = f". {masked} of the {len(calls)} calls here have a mask: the others need none" if kinds[""] else ""
+    none = f". {masked} of the {len(calls)} calls here have a mask: the others have none" if kinds[""] else ""
     if set(kinds) <= {"causal", "", "last"}:
         # One query behind a cache sees all keys, also with causal(), which counts from the last key.
         same = "mask=(causal(), or None as now)" if kinds[""] else "mask=causal()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ from attnspan_lab.doctor.torch.numbers.overflow import Overflow
 
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.isolation.padding_causes import Fault
-    from attnspan_lab.doctor.torch.recording.calls import Call
+    from attnspan_lab.doctor.torch.recording.calls import Call, Step
 
-__all__ = ["HIDDEN", "Attention", "StepFacts"]
+__all__ = ["HIDDEN", "Attention", "StepFacts", "seen_as"]
 
 
 @dataclass(eq=False)
@@ -115,12 +116,26 @@ class Attention:
     lines: list[str] = field(default_factory=lines_here)
     step: StepFacts = field(default_factory=StepFacts)
 
-    def is_same(self, call: Call) -> bool:
-        """Whether a call of another record has the same line, and the same numbers of queries and keys."""
-        sizes = call.rows.shape[-2], call.k_len
-        return self.place == call.place and (self.q[-2], self.k[-2]) == sizes and not self.recomputed
+    @property
+    def k_len(self) -> int:
+        """Number of keys."""
+        if self.visible is not None:
+            return self.visible.shape[2]
+        return self.k[-2] if self.kernel else self.k[-1]  # A stored product has transposed keys.
 
     @property
     def stores_scores(self) -> bool:
         """Whether a tensor (..., Sq, Sk) was stored."""
         return not self.kernel
+
+
+def seen_as(call: Call, step: Step, calls: Sequence[Attention]) -> Attention | None:
+    """Find the watcher's record of a call: the calls of a line have one order.
+
+    Args:
+        call, step: A call of a step.
+        calls: Calls that the watcher saw in this step.
+    """
+    own = [x for x in step.calls if x.place == call.place]
+    seen = [x for x in calls if x.place == call.place and not x.recomputed]
+    return seen[own.index(call)] if len(own) == len(seen) else None

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from attnspan_lab.doctor.places import Place, place_here
+from attnspan_lab.doctor.places import Place, lines_here, place_here
 from attnspan_lab.doctor.torch.cost.kept_graphs import detached
 from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.recording.differences import difference
@@ -62,6 +62,7 @@ class Call:
         number: Number of the call in its step.
         place: The user's line.
         modules: Names of the modules that were running, the innermost last.
+        lines: All of the user's lines that lead to the call, as "file:line".
         turns: Number of calls of each of these modules so far, this one included.
         given: Arguments of torch's function, or ``scores`` and ``dim`` of a softmax.
         result: The result.
@@ -80,6 +81,7 @@ class Call:
     masked: Place | None = None
     contracted: int = -1
     summed: Tensor | None = None
+    lines: tuple[str, ...] = ()
     turns: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -354,7 +356,7 @@ class _Record(TorchFunctionMode):
         # A cache may change its keys in place after the call.
         kept = {k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in given.items()}
         call = Call(len(self.calls), place_here(), tuple(self.modules), kept, fn(*args, **kwargs))
-        call.turns = {x: self.turns[x] for x in self.modules}
+        call.lines, call.turns = tuple(lines_here()), {x: self.turns[x] for x in self.modules}
         change = self.changes.get("replace")
         try:
             new = None if change is None else change(call)

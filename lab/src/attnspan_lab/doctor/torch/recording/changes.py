@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnspan_lab.doctor.torch.recording.calls import Call, Inject, changed_tokens, noise, sdpa
+from attnspan_lab.doctor.torch.recording.calls import Call, Inject, changed_tokens, noise
 from attnspan_lab.doctor.torch.subject import Subject
 
-__all__ = ["computed", "evaluating", "stirred", "with_other_tokens"]
+__all__ = ["evaluating", "hiding", "stirred", "with_other_tokens"]
 
 
 @contextmanager
@@ -49,28 +50,21 @@ def stirred(shape: tuple[int, ...], index: Any) -> Inject:
     return change
 
 
-def computed(call: Call, hidden: Tensor | None = None, *, keeps_mask: bool = True) -> Tensor:
-    """Compute a call again without dropout.
+def _of_keys(call: Call, keys: Tensor) -> Tensor:
+    """Bring a mask of keys (B, Sk) to the dims of a call's scores. Their first dim may be batch and heads."""
+    keys = keys.repeat_interleave(len(call.rows) // len(keys), 0)
+    return keys.view(len(keys), *[1] * (call.rows.dim() - 2), -1)
 
-    Args:
-        call: The call.
-        hidden: Keys to hide, bool (B, Sk).
-        keeps_mask: The call's own mask also hides pairs.
-    """
-    given = {**call.given, "dropout_p": 0.0}
+
+def hiding(call: Call, hidden: Tensor) -> Call:
+    """Hide some keys (B, Sk) of a call, in addition to its own mask."""
+    given, hidden = dict(call.given), _of_keys(call, hidden)
     if not call.is_torchs:
-        scores = call.rows
-        if hidden is not None:
-            hidden = hidden.repeat_interleave(len(scores) // len(hidden), 0)
-            hidden = hidden.view(len(hidden), *[1] * (scores.dim() - 2), -1)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        return scores.softmax(given["dim"])
-    if hidden is not None:
-        shown = (~hidden)[:, None, None].expand(-1, 1, call.rows.shape[-2], -1)
-        if given.pop("is_causal", False):
-            shown = shown.tril()
-        mask = given.get("attn_mask") if keeps_mask else None
-        if mask is not None:
-            shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
-        given["attn_mask"] = shown
-    return sdpa(**given)
+        given["scores"] = call.rows.masked_fill(hidden, -torch.inf)
+        return replace(call, given=given)
+    shown, mask = (~hidden).expand(*hidden.shape[:-2], call.q_len, -1), given.get("attn_mask")
+    if given.pop("is_causal", False):
+        shown = shown.tril()
+    if mask is not None:
+        shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
+    return replace(call, given={**given, "attn_mask": shown})

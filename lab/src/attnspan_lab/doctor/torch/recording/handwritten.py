@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnspan_lab.doctor.places import Place, on_stack
+from attnspan_lab.doctor.places import Place, lines_here, on_stack
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding
 from attnspan_lab.doctor.torch.masks.written_remedy import first_scores, scale_of
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
@@ -77,7 +77,7 @@ def on_scores(record: Record, operation: Operation, call: Attention) -> None:
         call.scale, call.products = scale_of(call.products, seen, limit), None
         call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
         if call.kind == "written out" and place is not None:
-            call.place = place
+            call.place, call.lines = place, lines_here()
     _note_use(call, outs, scores, place)
     for x in outs:
         sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == scores.shape[:-1] and not call.softmax

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +11,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.places import Place, is_users
+from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.calls import Step
 from attnspan_lab.doctor.torch.recording.operators import Operation, Operations, plain_in, storage
 
-__all__ = ["ROUNDING", "Operator", "Trace", "apart", "first_difference", "forward_line", "traced"]
+__all__ = [
+    "ROUNDING",
+    "Operator",
+    "Trace",
+    "apart",
+    "change_of",
+    "first_difference",
+    "forward_line",
+    "traced",
+]
 
 #: Relative differences that other sizes of a product cause, by dtype. Other dtypes: `SAME`.
 ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -40,30 +51,35 @@ class Trace(Operations):  # type: ignore[no-untyped-call]
 
     Attributes:
         operators: The results.
+        others: Results of operators that do not compute with the tensors, without views.
         draws: Whether an operator draws random numbers. Attention could draw some for dropout.
     """
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
-        self.operators: list[Operator] = []
+        self.operators, self.others = list[Operator](), list[Operator]()
         self.draws = False
         self._kept = plain_in(list(inputs))  # Their addresses must not be used again.
-        self._made, self._left = {storage(x) for x in self._kept}, _MOST
+        self._made, self._left = {storage(x) for x in self._kept}, [_MOST, _MOST // 16]
 
     def note(self, operation: Operation) -> None:
-        """Record the results of an operator, if it computes with the tensors."""
+        """Record the results of an operator."""
         draws = torch.Tag.nondeterministic_seeded in getattr(operation.op, "tags", ())
         self.draws |= draws and "attention" not in operation.name
-        if not any(storage(x) in self._made for x in operation.inputs):
-            return
+        given = {storage(x) for x in operation.inputs}
+        is_other = given.isdisjoint(self._made)
         for x in operation.outs:
-            self._made.add(storage(x))
-            self._kept.append(x)
-            self._left -= x.nbytes
-            if self._left > 0:  # Later operators may change the tensor in place.
+            if is_other and storage(x) in given:
+                continue
+            if not is_other:
+                self._made.add(storage(x))
+                self._kept.append(x)
+            self._left[is_other] -= x.nbytes
+            if self._left[is_other] > 0:  # Later operators may change the tensor in place.
                 name = operation.name.strip("_")
                 copy = x.detach().clone()
-                self.operators.append(Operator(name, operation.place, copy, x, operation.inputs))
+                found = self.others if is_other else self.operators
+                found.append(Operator(name, operation.place, copy, x, operation.inputs))
 
 
 def traced(step: Step, batch: Any = None, inputs: Iterable[Tensor] | None = None) -> tuple[Step, Trace]:
@@ -97,7 +113,7 @@ def first_difference(traces: Sequence[Trace], differs: Callable[..., bool]) -> O
 
 def apart(x: Tensor, y: Tensor) -> bool:
     """Whether two results differ by more than rounding."""
-    if x.shape != y.shape:
+    if x.shape != y.shape or not torch.equal(x.isnan(), y.isnan()):
         return True
     if not x.is_floating_point() or torch.equal(x, y):
         return not torch.equal(x, y)
@@ -105,6 +121,11 @@ def apart(x: Tensor, y: Tensor) -> bool:
     usual = (a.abs() < _HUGE) & (b.abs() < _HUGE)
     size = b[usual].norm().clamp_min(1e-30)
     return float((a - b)[usual].norm() / size) > ROUNDING.get(x.dtype, SAME)
+
+
+def change_of(x: Tensor, y: Tensor) -> float:
+    """Compute the relative difference of two results. NaN in one of them alone is an infinite difference."""
+    return distance(x, y) if torch.equal(x.isnan(), y.isnan()) else math.inf
 
 
 def forward_line(module: nn.Module) -> Place | None:
