@@ -100,6 +100,69 @@ def test_no_mask_is_offered_that_keeps_a_fault() -> None:
     assert "full()" not in stored.remedy
 
 
+def calls_of_one_line(*masks: Any, loop: bool = False) -> JaxSubject:
+    """Layers whose attention is in one function. The masks differ."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any) -> Any:
+        x, own = w["embed"][tokens], [make(attention_mask > 0) for make in masks]
+        if loop:
+            for mask in own:
+                x = x + dense(*projected(w, x), mask).reshape(x.shape)
+            return x
+        x = x + dense(*projected(w, x), own[0]).reshape(x.shape)  # sick: first call
+        return x + dense(*projected(w, x), own[1]).reshape(x.shape)  # sick: second call
+
+    return subject(step, False, attention_mask=MASK)
+
+
+def of_keys(valid: Any) -> Any:
+    return valid[:, None, None, :]
+
+
+def causal_keys(valid: Any) -> Any:
+    return of_keys(valid) & below(LENGTH)
+
+
+def test_calls_of_one_line_with_different_masks_get_one_mask_each() -> None:
+    remedy = of_kind(calls_of_one_line(of_keys, causal_keys), "unfused").remedy
+    first, second = (min(marked(calls_of_one_line, f"{x} call")) for x in ("first", "second"))
+    assert "need different masks, so pass the mask to its function" in remedy
+    assert f"mask=keys(attention_mask != 0) at test_jax_findings.py:{first}; " in remedy
+    assert f"mask=causal() & keys(attention_mask != 0) at test_jax_findings.py:{second}" in remedy
+    assert "shows the same pairs" not in remedy
+
+
+def test_calls_of_a_loop_with_different_masks_are_numbered() -> None:
+    made = calls_of_one_line(causal_keys, of_keys, causal_keys, loop=True)
+    remedy = of_kind(made, "unfused").remedy
+    assert "mask=causal() & keys(attention_mask != 0) in call 1, 3 of 3; " in remedy
+    assert "mask=keys(attention_mask != 0) in call 2 of 3" in remedy
+
+
+def test_a_lost_mask_of_one_call_is_not_mended_in_the_others() -> None:
+    remedy = of_kind(calls_of_one_line(causal_keys, lambda _: True), "mask-lost").remedy
+    assert "mask=causal() & keys(attention_mask != 0) at" in remedy
+    assert "mask=keys(attention_mask != 0) at" in remedy
+
+
+def test_a_mask_of_one_head_is_not_offered_for_all_heads() -> None:
+    near = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-3, dtype=bool)
+    by_head = jnp.asarray(np.stack([np.tri(LENGTH, dtype=bool), *[near] * (HEADS - 1)]))[None]
+    stored = of_kind(step_of(lambda q, k, v: dense(q, k, v, by_head)), "unfused")
+    assert "mask=causal()" not in stored.remedy
+
+
+def test_scores_of_different_shapes_are_all_named() -> None:
+    def step(w: Any, tokens: Any) -> Any:
+        x = w["embed"][tokens]
+        for part in (x, x[:, :16]):
+            out = written(*projected(w, part))
+        return out
+
+    (text, *_) = of_kind(subject(step), "unfused").evidence
+    assert text == "2 calls a step; scores of shapes (2, 4, 24, 24), (2, 4, 16, 16) take 26.0 KiB in all"
+
+
 def test_a_mask_in_a_scan_is_not_said_to_be_fused() -> None:
     step = scanned(lambda q, k, v: dense(q, k, v, jnp.tri(LENGTH, dtype=bool)))
     found, _ = examined(subject(step, w=variables(layers=3)), "eager")

@@ -36,15 +36,10 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
     """Yield avoidable costs of the calls of each line. ``program`` is the compiled step."""
     for site in grouped(calls, lambda x: (x.places[:1], x.kind)).values():
         call, many = site[0], len(site)
-        shape, size = call.scores
         # The scores of one query grow only linearly with the length.
-        if call.kind == "written out" and (call.visible is None or call.visible.shape[1] > 1):
-            said = f"{counted(many, 'call')} a step; scores of shape {shape} take {bytes_text(size)} each"
-            grows = _grows(call, subject.size(batch))
-            long = for_long(size // _pairs(call)) if grows else ""
-            what = f"The scores of all pairs of {'tokens' if grows else 'a query and a key'} are stored here"
-            more = {"remedy": instead_of(subject, batch, call), "count": many, "call": call}
-            yield finding("unfused", what, call.places[:2], said, long, **more)
+        stored = [x for x in site if x.visible is None or x.visible.shape[1] > 1]
+        if call.kind == "written out" and stored:
+            yield _unfused(stored, subject, batch)
         yield from _dense(site, program, subject, batch)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
         if copies:
@@ -55,6 +50,22 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             text = f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step"
             at = (wide[0].upcast, *call.places[:1])
             yield finding("upcast", what, at, text, count=many)
+
+
+def _unfused(site: list[Attention], subject: JaxSubject, batch: Any) -> Finding:
+    """Describe the scores that the calls of a line store."""
+    call, sizes = site[0], dict(x.scores for x in site)
+    taken = bytes_text(sum(x.scores[1] for x in site))
+    shapes = f"shapes {', '.join(map(str, sizes))} take {taken} in all"
+    shapes = shapes if len(sizes) > 1 else f"shape {call.scores[0]} take {bytes_text(call.scores[1])} each"
+    growing = [x.scores[1] // _pairs(x) for x in site if _grows(x, subject.size(batch))]
+    what = f"The scores of all pairs of {'tokens' if growing else 'a query and a key'} are stored here"
+    said = (
+        f"{counted(len(site), 'call')} a step; scores of {shapes}",
+        for_long(max(growing)) if growing else "",
+    )
+    more = {"remedy": instead_of(subject, batch, site), "count": len(site), "call": call}
+    return finding("unfused", what, call.places[:2], *said, **more)
 
 
 def _pairs(call: Attention) -> int:
