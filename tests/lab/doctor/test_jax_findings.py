@@ -171,6 +171,45 @@ def test_a_mask_in_a_scan_is_not_said_to_be_fused() -> None:
     assert not any("so that XLA does not store it" in x.remedy for x in masks)
 
 
+# Typed random keys
+
+
+def dropped(q: Any, k: Any, v: Any, key: Any) -> Any:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5
+    scores = jnp.where(below(q.shape[1]), scores, -1e30)
+    weights = jnp.where(jax.random.bernoulli(key, 0.9, scores.shape), jax.nn.softmax(scores) / 0.9, 0)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def lengths_with_a_key(*more: int) -> JaxSubject:
+    """The step returns its next key, and chooses the key of the layer."""
+
+    def step(w: Any, tokens: Any, key: Any) -> Any:
+        key, own = jax.random.split(key)
+        own = jnp.where(tokens.sum() > 3, own, jax.random.fold_in(own, 1))
+        return model(dropped)(w, tokens, key=own), key
+
+    batches = [{"tokens": tokens(n), "key": jax.random.key(n)} for n in (8, 9, *more)]
+    return JaxSubject(step, batches, variables(), causal=True)
+
+
+def test_a_typed_key_of_the_batch_is_passed_in_all_stages() -> None:
+    found, unchecked = examined(lengths_with_a_key(), "eager", "compiled", "parity")
+    assert {x.kind for x in found} == {"unfused"}
+    assert set(unchecked) == {"documents", "padding"}
+
+
+def test_a_recompilation_beside_a_typed_key_is_tried() -> None:
+    found = of_kind(lengths_with_a_key(10, 11), "recompile", "compiled")
+    assert found.tried.startswith("with all batches padded to 11: 0 recompilations instead of 3")
+
+
+def test_a_captured_typed_key_is_passed() -> None:
+    key = jax.random.key(3)
+    made = subject(lambda w, tokens: model(dropped)(w, tokens, key=key), tokens=tokens(8))
+    assert examined(made, "compiled") == ([], {})
+
+
 # Trials
 
 

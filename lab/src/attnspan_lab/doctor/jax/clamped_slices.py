@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.float64_reference import difference
 from attnspan_lab.doctor.jax.texts import finding
-from attnspan_lab.doctor.jax.values import Value
+from attnspan_lab.doctor.jax.values import Value, is_key
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.words import counted
 
@@ -83,7 +81,7 @@ def clamped(
 
 def _other(array: Any) -> Any:
     """Return other numbers of the same shape. Random keys stay."""
-    if _is_key(array):
+    if is_key(array):
         return array
     array = np.asarray(array)
     return ~array if array.dtype == bool else array + np.ones((), array.dtype)
@@ -91,8 +89,4 @@ def _other(array: Any) -> Any:
 
 def _numbers(values: list[Value]) -> list[np.ndarray]:
     """List the arrays of values as float64, without random keys."""
-    return [np.asarray(x.array, np.float64) for x in values if not _is_key(x.array)]
-
-
-def _is_key(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
+    return [np.asarray(x.array, np.float64) for x in values if not is_key(x.array)]

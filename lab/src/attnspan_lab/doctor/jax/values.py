@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,7 +17,18 @@ from attnspan_lab.doctor.places import Place
 if TYPE_CHECKING:
     from attnspan_lab.doctor.jax.call import Attention
 
-__all__ = ["RESHAPES", "Axes", "Value", "bad", "is_float", "is_integer", "moved", "order_of"]
+__all__ = [
+    "RESHAPES",
+    "Axes",
+    "Value",
+    "bad",
+    "is_float",
+    "is_integer",
+    "is_key",
+    "moved",
+    "numpy_of",
+    "order_of",
+]
 
 #: Free axes of the two operands of a product.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -153,6 +165,16 @@ def is_integer(array: Any) -> bool:
     """Whether an array has integers. Random keys have none."""
     dtype = getattr(array, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.integer))
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array has typed random keys, as from jax.random.key. NumPy has no such arrays."""
+    return isinstance(array, jax.Array) and bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
+def numpy_of(array: Any) -> np.ndarray:
+    """Return an array in NumPy, or the numbers of typed random keys."""
+    return np.asarray(jax.random.key_data(array) if is_key(array) else array)
 
 
 def bad(array: Any) -> tuple[bool, bool]:
