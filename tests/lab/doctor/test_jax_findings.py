@@ -75,6 +75,40 @@ def test_a_captured_bias_of_distances_is_not_replaced_by_a_mask() -> None:
     mask = of_kind(step_of(lambda q, k, v: plain(q, k, v, bias=bias[None, None])), "dense-mask")
     assert "is captured by the step" in mask.what
     assert "is_causal" not in mask.remedy + mask.tried
+    assert mask.what.startswith("An array of a bias with an entry for each pair of tokens")
+    assert "Pass these numbers as bias= to attnspan.jax.attention" in mask.remedy
+    assert "in this batch, its numbers depend only on the distance between query and key" in mask.evidence
+
+
+def test_a_captured_pattern_of_a_bias_is_no_mask() -> None:
+    """One call has a trained bias of distances, from a captured one-hot array. No call has a mask."""
+    hot = (np.abs(np.subtract.outer(INDEX, INDEX)) == np.arange(LENGTH)[:, None, None]).astype(np.float32)
+
+    def step(w: Any, tokens: Any) -> Any:
+        x = w["embed"][tokens]
+        for bias in (jnp.einsum("hn,nqk->hqk", w["table"], hot)[None], 0.0):
+            q, k, v = projected(w, x)
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5 + bias)
+            x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        return x
+
+    w = variables() | {"table": jnp.sin(jnp.arange(4.0 * LENGTH)).reshape(4, LENGTH)}
+    found = of_kind(subject(step, False, w), "dense-mask")
+    assert found.what.startswith("An array of a bias")
+    assert "bias=" in found.remedy
+    assert "causal()" not in found.remedy
+    assert found.count == 1
+
+
+def test_a_mask_of_0_and_1_that_scores_are_multiplied_with_is_no_bias() -> None:
+    mask = np.tri(LENGTH, dtype=np.float32)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5
+        weights = jax.nn.softmax(scores * mask - 1e9 * (1 - mask))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    assert "of a bias" not in of_kind(step_of(attend), "dense-mask").what
 
 
 def test_captured_ids_and_indices_of_a_bias_are_no_captured_mask() -> None:

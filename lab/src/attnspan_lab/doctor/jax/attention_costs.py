@@ -82,26 +82,31 @@ def _grows(call: Attention, size: tuple[int, int] | None) -> bool:
 
 def _dense(site: list[Attention], program: Program, subject: JaxSubject, batch: Any) -> Iterator[Finding]:
     """Yield the dense mask of the calls of one line, if the step gets, captures or stores it."""
-    call, masks = site[0], [x for y in site for x in y.pairs]
+    users = [x for x in site if x.pairs]
+    call, masks = site[0], [x for y in users for x in y.pairs]
     if not masks:
         return
     shape = call.scores[0]
     size = (sorted(shape)[-2], sorted(shape)[-1]) if call.visible is None else call.visible.shape[1:]
     mask, places, said = masks[0], masks[0].places[:1], _stored(masks[0], shape, program)
     remedy = tried = ""
-    given = next(filter(None, (given_pairs(x, size) for x in masks)), None)
+    used, given = next(((x, y) for x in masks if (y := given_pairs(x, size))), (mask, None))
     if given is not None:
         mask, places = given
         said = f"is {'captured by' if mask.name == 'constant' else 'an argument of'} the step"
         remedy, tried = _shorter(site, mask, subject, batch)
     if not said:
         return
-    what = f"An array with an entry for each pair of tokens, shape {np.shape(mask.array)}, {said}"
-    text = f"{bytes_text(mask.bytes)}; used by {counted(len(masks), 'call')} a step"
+    case = "dense-mask.loop" if call.depth else "dense-mask"
+    shown, numbers = "An array", ""
+    if _is_bias(used, beyond=(0, 1)):
+        case, shown, numbers = "dense-mask.bias", "An array of a bias", _numbers(used, size)
+    what = f"{shown} with an entry for each pair of tokens, shape {np.shape(mask.array)}, {said}"
+    text = f"{bytes_text(mask.bytes)}; used by {counted(len(users), 'call')} a step"
     if _grows(call, subject.size(batch)):
         text += f"; {for_long(mask.bytes // prod(sorted(np.shape(mask.array))[-2:]))}"
-    case, more = "dense-mask.loop" if call.depth else "dense-mask", {"remedy": remedy, "tried": tried}
-    yield finding(case, what, (*places[:1], *call.places[:2]), text, call=call, count=len(site), **more)
+    places, more = (*places[:1], *users[0].places[:2]), {"remedy": remedy, "tried": tried}
+    yield finding(case, what, places, text, numbers, call=call, count=len(users), **more)
 
 
 def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any) -> tuple[str, str]:
@@ -124,10 +129,20 @@ def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any
     return remedy, f"this form: it hides the same pairs in {counted(len(site), 'call')}"
 
 
-def _is_bias(mask: Value) -> bool:
-    """Whether a mask does more than hide pairs."""
+def _is_bias(mask: Value, beyond: tuple[int, ...] = (0,)) -> bool:
+    """Whether a mask does more than hide pairs: it has other numbers for visible pairs than these."""
     shown = np.asarray(mask.array, np.float64) if is_float(mask.array) else np.zeros(1)
-    return bool((shown[shown > HIDDEN] != 0).any())
+    return not np.isin(shown[shown > HIDDEN], beyond).all()
+
+
+def _numbers(bias: Value, size: tuple[int, ...]) -> str:
+    """Say if the numbers of a bias (..., Sq, Sk) depend only on the head and on the distance."""
+    x = np.asarray(bias.array, np.float64)
+    one = x.ndim < 4 or (x.ndim == 4 and x.shape[0] == 1)
+    if not one or x.shape[-2:] != (*size,) or x.shape[-2] != x.shape[-1]:
+        return ""
+    is_table = bool((x[..., 1:, 1:] == x[..., :-1, :-1]).all())
+    return "in this batch, its numbers depend only on the distance between query and key" if is_table else ""
 
 
 def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:
