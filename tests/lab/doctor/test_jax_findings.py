@@ -205,6 +205,43 @@ def test_a_mask_in_a_scan_is_not_said_to_be_fused() -> None:
     assert not any("so that XLA does not store it" in x.remedy for x in masks)
 
 
+# Slices that are moved
+
+
+def blocks_of_a_bias(made: Any) -> Any:
+    """Attention in blocks of 8 queries, each with its part of an array."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any) -> Any:
+        q, k, v = projected(w, w["embed"][tokens])
+        array = made(attention_mask)
+
+        def block(i: Any) -> Any:
+            own, size = lax.dynamic_slice_in_dim(q, i * 8, 8, 1), min(8, array.shape[2])
+            part = lax.dynamic_slice_in_dim(array, i * 8, size, 2)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", own, k) / SIZE**0.5 + part
+            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+        return jnp.moveaxis(lax.map(block, jnp.arange(LENGTH // 8)), 0, 1)
+
+    return subject(step, False, attention_mask=MASK)
+
+
+def test_a_slice_of_an_axis_with_one_entry_is_always_right() -> None:
+    made = blocks_of_a_bias(lambda mask: jnp.where(mask[:, None, None, :] > 0, 0.0, -1e9))
+    assert {x.kind for x in examined(made, "eager")[0]} <= {"unfused", "dense-mask"}
+
+
+def test_rounding_is_no_change_of_results() -> None:
+    """The last block of the bias is moved. A constant more in all scores of a query changes no result."""
+    made = blocks_of_a_bias(lambda _: jnp.zeros((1, 1, 16, 1)))
+    assert "clamped-slice" not in {x.kind for x in examined(made, "eager")[0]}
+
+
+def test_a_moved_slice_of_a_bias_is_found() -> None:
+    bias = jnp.sin(jnp.arange(16.0 * LENGTH)).reshape(1, 1, 16, LENGTH)
+    assert of_kind(blocks_of_a_bias(lambda _: bias), "clamped-slice").severity == "note"
+
+
 # Typed random keys
 
 
