@@ -35,6 +35,7 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 #: Operators that keep all elements, and only copy or reorder them.
 RESHAPES = (
     "broadcast_in_dim",
+    "tile",
     "reshape",
     "transpose",
     "squeeze",
