@@ -281,6 +281,14 @@ def test_a_captured_typed_key_is_passed() -> None:
     assert examined(made, "compiled") == ([], {})
 
 
+def test_the_remedy_of_a_call_with_dropout_keeps_the_dropout() -> None:
+    made = step_of(lambda q, k, v: dropped(q, k, v, jax.random.key(1)))
+    remedy = of_kind(made, "unfused").remedy
+    assert "Also pass dropout_p and dropout_seed" in remedy
+    assert "mask=causal() shows the same pairs" in remedy
+    assert "dropout" not in of_kind(step_of(written), "unfused").remedy
+
+
 # Trials
 
 

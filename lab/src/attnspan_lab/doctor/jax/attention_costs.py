@@ -65,7 +65,8 @@ def _unfused(site: list[Attention], subject: JaxSubject, batch: Any) -> Finding:
         for_long(max(growing)) if growing else "",
     )
     more = {"remedy": instead_of(subject, batch, site), "count": len(site), "call": call}
-    return finding("unfused", what, call.places[:2], *said, **more)
+    case = "unfused.dropout" if any(x.dropout for x in site) else "unfused"
+    return finding(case, what, call.places[:2], *said, **more)
 
 
 def _pairs(call: Attention) -> int:

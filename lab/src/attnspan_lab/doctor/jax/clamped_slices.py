@@ -69,9 +69,11 @@ def clamped(
         again: Runs the step with other numbers in some clamped slices. Returns the watcher and the results.
     """
     dtypes = {x.array.dtype for x in results if is_float(x.array)}
+    eps = (float(jnp.finfo(x).eps) for x in dtypes)  # type: ignore[no-untyped-call]
+    within = max([_WITHIN, *(_ROUNDINGS * x for x in eps)])
     for site, (many, said) in list(seen.sites.items())[:_MOST]:
         change = difference(_numbers(again({site})[1]), _numbers(results))
-        if not change > max([_WITHIN, *(_ROUNDINGS * float(jnp.finfo(x).eps) for x in dtypes)]):
+        if not change > within:
             continue
         name, places = site
         what = f"A {_SLICES[name]} beyond the end of an array: {name} moves the slice to the front"

@@ -56,6 +56,7 @@ def _form(subject: JaxSubject, batch: Any, visible: np.ndarray, padding: str) ->
 
 
 _VALID = "VALID"  # stands for the tokens before the length
+_DROPOUT = "Also pass dropout_p and dropout_seed, because weights are dropped here"
 _REST = "with your scale, softcap and biases"
 
 
@@ -63,6 +64,7 @@ def instead_of(subject: JaxSubject, batch: Any, site: list[Attention]) -> str:
     """Write the remedy of the calls of a line that store their scores, or "" if their masks are not known."""
     forms = [_present(subject, batch, x) for x in site]
     said = f"Call attnspan.jax.attention {_REST}"
+    said += f". {_DROPOUT}" * any(x.dropout for x in site)
     return masks_of(site, forms, f"{said}. mask={{}} shows the same pairs as your step", said)
 
 

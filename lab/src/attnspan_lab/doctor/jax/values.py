@@ -138,6 +138,18 @@ class Value:
             todo += new
         return found
 
+    def is_random(self) -> bool:
+        """Whether it is made from random numbers without a product, as a mask of dropout."""
+        todo, known = [self], {id(self)}
+        while todo:
+            value = todo.pop()
+            if value.name in ("random_bits", "rng_bit_generator"):
+                return True
+            new = [x for x in value.parents if id(x) not in known and value.name != "dot_general"]
+            known.update(map(id, new))
+            todo += new
+        return False
+
     def origin(self, what: str) -> Value:
         """Follow NaN or infinity to the operator whose inputs do not have it. ``what`` is "nan" or "inf"."""
         value = self
