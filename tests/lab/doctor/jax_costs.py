@@ -80,6 +80,13 @@ def keys_gathered(well: int, q: Any, k: Any, v: Any) -> Any:
     return spans(q, k, v)
 
 
+@attends("kv-copy", weights={"kv_heads": 2}, applied=False)
+def keys_tiled(well: int, q: Any, k: Any, v: Any) -> Any:
+    """As einops.repeat does."""
+    k, v = (jnp.tile(x[:, :, :, None], (1, 1, 1, 2, 1)).reshape(q.shape) for x in (k, v))  # sick
+    return written(q, k, v)
+
+
 @attends("kv-copy", weights={"kv_heads": 1}, applied=False)
 def keys_broadcast(well: int, q: Any, k: Any, v: Any) -> Any:
     k, v = (jnp.broadcast_to(x, q.shape) for x in (k, v))  # sick

@@ -139,9 +139,33 @@ def test_findings_are_shown_once_and_counted(monkeypatch: pytest.MonkeyPatch) ->
         one = Finding("copy", "a copy")
         for _ in range(2):
             options["seen"](one)  # type: ignore[operator]
-        options["after"]("eager", [one, one])  # type: ignore[operator]
+        options["after"]("eager", [one, one], {})  # type: ignore[operator]
         return Diagnosis("a", (one,))
 
     monkeypatch.setattr(command, "diagnose", diagnose)
     output = CliRunner().invoke(build_app(), ["doctor", "a.py:factory"]).output
     assert output.splitlines()[:2] == ["copy  a copy", "eager: 1 finding"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, "no finding"),
+        ({"unchecked": {"the stage compiled": "the doctor failed"}}, "not checked"),
+        (
+            {"unchecked": {"documents": "one"}, "checked": {"attention": "1 call"}},
+            "no finding in what was checked",
+        ),
+    ],
+    ids=str,
+)
+def test_a_stage_that_failed_does_not_say_that_it_found_nothing(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, dict[str, str]], said: str
+) -> None:
+    def diagnose(*_: object, **options: object) -> Diagnosis:
+        options["after"]("compiled", [], {"compiled": facts})  # type: ignore[operator]
+        return Diagnosis("a")
+
+    monkeypatch.setattr(command, "diagnose", diagnose)
+    output = CliRunner().invoke(build_app(), ["doctor", "a.py:factory"]).output
+    assert output.splitlines()[0] == f"compiled: {said}"

@@ -75,6 +75,40 @@ def test_a_captured_bias_of_distances_is_not_replaced_by_a_mask() -> None:
     mask = of_kind(step_of(lambda q, k, v: plain(q, k, v, bias=bias[None, None])), "dense-mask")
     assert "is captured by the step" in mask.what
     assert "is_causal" not in mask.remedy + mask.tried
+    assert mask.what.startswith("An array of a bias with an entry for each pair of tokens")
+    assert "Pass these numbers as bias= to attnspan.jax.attention" in mask.remedy
+    assert "in this batch, its numbers depend only on the distance between query and key" in mask.evidence
+
+
+def test_a_captured_pattern_of_a_bias_is_no_mask() -> None:
+    """One call has a trained bias of distances, from a captured one-hot array. No call has a mask."""
+    hot = (np.abs(np.subtract.outer(INDEX, INDEX)) == np.arange(LENGTH)[:, None, None]).astype(np.float32)
+
+    def step(w: Any, tokens: Any) -> Any:
+        x = w["embed"][tokens]
+        for bias in (jnp.einsum("hn,nqk->hqk", w["table"], hot)[None], 0.0):
+            q, k, v = projected(w, x)
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5 + bias)
+            x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        return x
+
+    w = variables() | {"table": jnp.sin(jnp.arange(4.0 * LENGTH)).reshape(4, LENGTH)}
+    found = of_kind(subject(step, False, w), "dense-mask")
+    assert found.what.startswith("An array of a bias")
+    assert "bias=" in found.remedy
+    assert "causal()" not in found.remedy
+    assert found.count == 1
+
+
+def test_a_mask_of_0_and_1_that_scores_are_multiplied_with_is_no_bias() -> None:
+    mask = np.tri(LENGTH, dtype=np.float32)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5
+        weights = jax.nn.softmax(scores * mask - 1e9 * (1 - mask))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    assert "of a bias" not in of_kind(step_of(attend), "dense-mask").what
 
 
 def test_captured_ids_and_indices_of_a_bias_are_no_captured_mask() -> None:
@@ -100,12 +134,159 @@ def test_no_mask_is_offered_that_keeps_a_fault() -> None:
     assert "full()" not in stored.remedy
 
 
+def calls_of_one_line(*masks: Any, loop: bool = False) -> JaxSubject:
+    """Layers whose attention is in one function. The masks differ."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any) -> Any:
+        x, own = w["embed"][tokens], [make(attention_mask > 0) for make in masks]
+        if loop:
+            for mask in own:
+                x = x + dense(*projected(w, x), mask).reshape(x.shape)
+            return x
+        x = x + dense(*projected(w, x), own[0]).reshape(x.shape)  # sick: first call
+        return x + dense(*projected(w, x), own[1]).reshape(x.shape)  # sick: second call
+
+    return subject(step, False, attention_mask=MASK)
+
+
+def of_keys(valid: Any) -> Any:
+    return valid[:, None, None, :]
+
+
+def causal_keys(valid: Any) -> Any:
+    return of_keys(valid) & below(LENGTH)
+
+
+def test_calls_of_one_line_with_different_masks_get_one_mask_each() -> None:
+    remedy = of_kind(calls_of_one_line(of_keys, causal_keys), "unfused").remedy
+    first, second = (min(marked(calls_of_one_line, f"{x} call")) for x in ("first", "second"))
+    assert "need different masks, so pass the mask to its function" in remedy
+    assert f"mask=keys(attention_mask != 0) at test_jax_findings.py:{first}; " in remedy
+    assert f"mask=causal() & keys(attention_mask != 0) at test_jax_findings.py:{second}" in remedy
+    assert "shows the same pairs" not in remedy
+
+
+def test_calls_of_a_loop_with_different_masks_are_numbered() -> None:
+    made = calls_of_one_line(causal_keys, of_keys, causal_keys, loop=True)
+    remedy = of_kind(made, "unfused").remedy
+    assert "mask=causal() & keys(attention_mask != 0) in call 1, 3 of 3; " in remedy
+    assert "mask=keys(attention_mask != 0) in call 2 of 3" in remedy
+
+
+def test_a_lost_mask_of_one_call_is_not_mended_in_the_others() -> None:
+    remedy = of_kind(calls_of_one_line(causal_keys, lambda _: True), "mask-lost").remedy
+    assert "mask=causal() & keys(attention_mask != 0) at" in remedy
+    assert "mask=keys(attention_mask != 0) at" in remedy
+
+
+def test_a_mask_of_one_head_is_not_offered_for_all_heads() -> None:
+    near = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-3, dtype=bool)
+    by_head = jnp.asarray(np.stack([np.tri(LENGTH, dtype=bool), *[near] * (HEADS - 1)]))[None]
+    stored = of_kind(step_of(lambda q, k, v: dense(q, k, v, by_head)), "unfused")
+    assert "mask=causal()" not in stored.remedy
+
+
+def test_scores_of_different_shapes_are_all_named() -> None:
+    def step(w: Any, tokens: Any) -> Any:
+        x = w["embed"][tokens]
+        for part in (x, x[:, :16]):
+            out = written(*projected(w, part))
+        return out
+
+    (text, *_) = of_kind(subject(step), "unfused").evidence
+    assert text == "2 calls a step; scores of shapes (2, 4, 24, 24), (2, 4, 16, 16) take 26.0 KiB in all"
+
+
 def test_a_mask_in_a_scan_is_not_said_to_be_fused() -> None:
     step = scanned(lambda q, k, v: dense(q, k, v, jnp.tri(LENGTH, dtype=bool)))
     found, _ = examined(subject(step, w=variables(layers=3)), "eager")
     masks = [x for x in found if x.kind == "dense-mask"]
     assert masks
     assert not any("so that XLA does not store it" in x.remedy for x in masks)
+
+
+# Slices that are moved
+
+
+def blocks_of_a_bias(made: Any) -> Any:
+    """Attention in blocks of 8 queries, each with its part of an array."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any) -> Any:
+        q, k, v = projected(w, w["embed"][tokens])
+        array = made(attention_mask)
+
+        def block(i: Any) -> Any:
+            own, size = lax.dynamic_slice_in_dim(q, i * 8, 8, 1), min(8, array.shape[2])
+            part = lax.dynamic_slice_in_dim(array, i * 8, size, 2)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", own, k) / SIZE**0.5 + part
+            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+        return jnp.moveaxis(lax.map(block, jnp.arange(LENGTH // 8)), 0, 1)
+
+    return subject(step, False, attention_mask=MASK)
+
+
+def test_a_slice_of_an_axis_with_one_entry_is_always_right() -> None:
+    made = blocks_of_a_bias(lambda mask: jnp.where(mask[:, None, None, :] > 0, 0.0, -1e9))
+    assert {x.kind for x in examined(made, "eager")[0]} <= {"unfused", "dense-mask"}
+
+
+def test_rounding_is_no_change_of_results() -> None:
+    """The last block of the bias is moved. A constant more in all scores of a query changes no result."""
+    made = blocks_of_a_bias(lambda _: jnp.zeros((1, 1, 16, 1)))
+    assert "clamped-slice" not in {x.kind for x in examined(made, "eager")[0]}
+
+
+def test_a_moved_slice_of_a_bias_is_found() -> None:
+    bias = jnp.sin(jnp.arange(16.0 * LENGTH)).reshape(1, 1, 16, LENGTH)
+    assert of_kind(blocks_of_a_bias(lambda _: bias), "clamped-slice").severity == "note"
+
+
+# Typed random keys
+
+
+def dropped(q: Any, k: Any, v: Any, key: Any) -> Any:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5
+    scores = jnp.where(below(q.shape[1]), scores, -1e30)
+    weights = jnp.where(jax.random.bernoulli(key, 0.9, scores.shape), jax.nn.softmax(scores) / 0.9, 0)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def lengths_with_a_key(*more: int) -> JaxSubject:
+    """The step returns its next key, and chooses the key of the layer."""
+
+    def step(w: Any, tokens: Any, key: Any) -> Any:
+        key, own = jax.random.split(key)
+        own = jnp.where(tokens.sum() > 3, own, jax.random.fold_in(own, 1))
+        return model(dropped)(w, tokens, key=own), key
+
+    batches = [{"tokens": tokens(n), "key": jax.random.key(n)} for n in (8, 9, *more)]
+    return JaxSubject(step, batches, variables(), causal=True)
+
+
+def test_a_typed_key_of_the_batch_is_passed_in_all_stages() -> None:
+    found, unchecked = examined(lengths_with_a_key(), "eager", "compiled", "parity")
+    assert {x.kind for x in found} == {"unfused"}
+    assert set(unchecked) == {"documents", "padding"}
+
+
+def test_a_recompilation_beside_a_typed_key_is_tried() -> None:
+    found = of_kind(lengths_with_a_key(10, 11), "recompile", "compiled")
+    assert found.tried.startswith("with all batches padded to 11: 0 recompilations instead of 3")
+
+
+def test_a_captured_typed_key_is_passed() -> None:
+    key = jax.random.key(3)
+    made = subject(lambda w, tokens: model(dropped)(w, tokens, key=key), tokens=tokens(8))
+    assert examined(made, "compiled") == ([], {})
+
+
+def test_the_remedy_of_a_call_with_dropout_keeps_the_dropout() -> None:
+    made = step_of(lambda q, k, v: dropped(q, k, v, jax.random.key(1)))
+    remedy = of_kind(made, "unfused").remedy
+    assert "Also pass dropout_p and dropout_seed" in remedy
+    assert "mask=causal() shows the same pairs" in remedy
+    assert "dropout" not in of_kind(step_of(written), "unfused").remedy
 
 
 # Trials

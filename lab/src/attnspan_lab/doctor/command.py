@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from attnspan.errors import expect
 from attnspan_lab.console import chosen, progress, stdout
+from attnspan_lab.doctor.coverage import checked_in, unchecked_in
 from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
 from attnspan_lab.doctor.run import DEFAULT_STAGES, MORE_STAGES, diagnose, diagnose_benchmark
 from attnspan_lab.doctor.words import counted
@@ -99,11 +100,10 @@ def doctor(
                 tell(f"{finding.kind}{where}  {finding.what}")
             shown.add(finding.label)
 
-        def after(stage: str, found: Sequence[Finding]) -> None:
-            line = f"{stage}: {counted(len(merged(found)), 'finding') if found else 'no finding'}"
-            if stage == "without attention":  # Its findings only explain others.
-                line = f"{stage}: done"
-            tell(line, style="dim", advance=stage in wanted)
+        def after(stage: str, found: Sequence[Finding], facts: dict[str, dict[str, Any]]) -> None:
+            explains = stage == "without attention"  # Its findings only explain others.
+            line = "done" if explains else _outcome(found, facts)
+            tell(f"{stage}: {line}", style="dim", advance=stage in wanted)
 
         def running(names: Sequence[str]) -> None:
             tell(description=", ".join(names))
@@ -136,6 +136,15 @@ def doctor(
         console.print(f"page: {page}")
     bad = bool(exceeded) or any(x.fails(limited=limited) for x in found.findings)
     raise Exit(130 if not found.complete else int(bad))
+
+
+def _outcome(found: Sequence[Finding], facts: dict[str, dict[str, Any]]) -> str:
+    """Say what a stage found. A stage that could check nothing does not say that it found nothing."""
+    if found:
+        return counted(len(merged(found)), "finding")
+    if not unchecked_in(facts):
+        return "no finding"
+    return "no finding in what was checked" if checked_in(facts) else "not checked"
 
 
 def _exceeded(found: Diagnosis, limits: dict[str, int | None], *, parity: bool) -> list[str]:

@@ -60,7 +60,7 @@ def diagnose(
     backend: str = "inductor",
     limit: float = 300.0,
     running: Callable[[Sequence[str]], None] = lambda _: None,
-    after: Callable[[str, Sequence[Finding]], None] = lambda *_: None,
+    after: Callable[[str, Sequence[Finding], dict[str, dict[str, Any]]], None] = lambda *_: None,
     seen: Callable[[Finding], None] = lambda _: None,
 ) -> Diagnosis:
     """Find problems of a model's attention: in the compiler, in memory, in copies and in masks.
@@ -78,7 +78,7 @@ def diagnose(
         backend: Backend of the compiled step that "parity" compares. Tracing finds breaks and recompilations.
         limit: Time limit of each stage, in seconds.
         running: Called with the names of the stages that run, whenever they change.
-        after: Called with the name of each stage and its findings, as soon as the stage ends.
+        after: Called with the name of each stage, its findings and its facts, as soon as the stage ends.
         seen: Called with each finding as soon as it is known.
 
     Example:
@@ -108,7 +108,7 @@ def diagnose(
                 run_together(
                     [(x, partial(loaded.fork, x.task, loads)) for x in together],
                     lambda left: running([x.stage for x in left]),
-                    lambda told: after(told.stage, told.findings),
+                    lambda told: after(told.stage, told.findings, told.facts),
                 )
             except KeyboardInterrupt:
                 todo, complete = [], False

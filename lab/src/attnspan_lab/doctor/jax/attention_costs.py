@@ -36,15 +36,10 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
     """Yield avoidable costs of the calls of each line. ``program`` is the compiled step."""
     for site in grouped(calls, lambda x: (x.places[:1], x.kind)).values():
         call, many = site[0], len(site)
-        shape, size = call.scores
         # The scores of one query grow only linearly with the length.
-        if call.kind == "written out" and (call.visible is None or call.visible.shape[1] > 1):
-            said = f"{counted(many, 'call')} a step; scores of shape {shape} take {bytes_text(size)} each"
-            grows = _grows(call, subject.size(batch))
-            long = for_long(size // _pairs(call)) if grows else ""
-            what = f"The scores of all pairs of {'tokens' if grows else 'a query and a key'} are stored here"
-            more = {"remedy": instead_of(subject, batch, call), "count": many, "call": call}
-            yield finding("unfused", what, call.places[:2], said, long, **more)
+        stored = [x for x in site if x.visible is None or x.visible.shape[1] > 1]
+        if call.kind == "written out" and stored:
+            yield _unfused(stored, subject, batch)
         yield from _dense(site, program, subject, batch)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
         if copies:
@@ -55,6 +50,23 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             text = f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step"
             at = (wide[0].upcast, *call.places[:1])
             yield finding("upcast", what, at, text, count=many)
+
+
+def _unfused(site: list[Attention], subject: JaxSubject, batch: Any) -> Finding:
+    """Describe the scores that the calls of a line store."""
+    call, sizes = site[0], dict(x.scores for x in site)
+    taken = bytes_text(sum(x.scores[1] for x in site))
+    shapes = f"shapes {', '.join(map(str, sizes))} take {taken} in all"
+    shapes = shapes if len(sizes) > 1 else f"shape {call.scores[0]} take {bytes_text(call.scores[1])} each"
+    growing = [x.scores[1] // _pairs(x) for x in site if _grows(x, subject.size(batch))]
+    what = f"The scores of all pairs of {'tokens' if growing else 'a query and a key'} are stored here"
+    said = (
+        f"{counted(len(site), 'call')} a step; scores of {shapes}",
+        for_long(max(growing)) if growing else "",
+    )
+    more = {"remedy": instead_of(subject, batch, site), "count": len(site), "call": call}
+    case = "unfused.dropout" if any(x.dropout for x in site) else "unfused"
+    return finding(case, what, call.places[:2], *said, **more)
 
 
 def _pairs(call: Attention) -> int:
@@ -71,26 +83,31 @@ def _grows(call: Attention, size: tuple[int, int] | None) -> bool:
 
 def _dense(site: list[Attention], program: Program, subject: JaxSubject, batch: Any) -> Iterator[Finding]:
     """Yield the dense mask of the calls of one line, if the step gets, captures or stores it."""
-    call, masks = site[0], [x for y in site for x in y.pairs]
+    users = [x for x in site if x.pairs]
+    call, masks = site[0], [x for y in users for x in y.pairs]
     if not masks:
         return
     shape = call.scores[0]
     size = (sorted(shape)[-2], sorted(shape)[-1]) if call.visible is None else call.visible.shape[1:]
     mask, places, said = masks[0], masks[0].places[:1], _stored(masks[0], shape, program)
     remedy = tried = ""
-    given = next(filter(None, (given_pairs(x, size) for x in masks)), None)
+    used, given = next(((x, y) for x in masks if (y := given_pairs(x, size))), (mask, None))
     if given is not None:
         mask, places = given
         said = f"is {'captured by' if mask.name == 'constant' else 'an argument of'} the step"
         remedy, tried = _shorter(site, mask, subject, batch)
     if not said:
         return
-    what = f"An array with an entry for each pair of tokens, shape {np.shape(mask.array)}, {said}"
-    text = f"{bytes_text(mask.bytes)}; used by {counted(len(masks), 'call')} a step"
+    case = "dense-mask.loop" if call.depth else "dense-mask"
+    shown, numbers = "An array", ""
+    if _is_bias(used, beyond=(0, 1)):
+        case, shown, numbers = "dense-mask.bias", "An array of a bias", _numbers(used, size)
+    what = f"{shown} with an entry for each pair of tokens, shape {np.shape(mask.array)}, {said}"
+    text = f"{bytes_text(mask.bytes)}; used by {counted(len(users), 'call')} a step"
     if _grows(call, subject.size(batch)):
         text += f"; {for_long(mask.bytes // prod(sorted(np.shape(mask.array))[-2:]))}"
-    case, more = "dense-mask.loop" if call.depth else "dense-mask", {"remedy": remedy, "tried": tried}
-    yield finding(case, what, (*places[:1], *call.places[:2]), text, call=call, count=len(site), **more)
+    places, more = (*places[:1], *users[0].places[:2]), {"remedy": remedy, "tried": tried}
+    yield finding(case, what, places, text, numbers, call=call, count=len(users), **more)
 
 
 def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any) -> tuple[str, str]:
@@ -113,10 +130,20 @@ def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any
     return remedy, f"this form: it hides the same pairs in {counted(len(site), 'call')}"
 
 
-def _is_bias(mask: Value) -> bool:
-    """Whether a mask does more than hide pairs."""
+def _is_bias(mask: Value, beyond: tuple[int, ...] = (0,)) -> bool:
+    """Whether a mask does more than hide pairs: it has other numbers for visible pairs than these."""
     shown = np.asarray(mask.array, np.float64) if is_float(mask.array) else np.zeros(1)
-    return bool((shown[shown > HIDDEN] != 0).any())
+    return not np.isin(shown[shown > HIDDEN], beyond).all()
+
+
+def _numbers(bias: Value, size: tuple[int, ...]) -> str:
+    """Say if the numbers of a bias (..., Sq, Sk) depend only on the head and on the distance."""
+    x = np.asarray(bias.array, np.float64)
+    one = x.ndim < 4 or (x.ndim == 4 and x.shape[0] == 1)
+    if not one or x.shape[-2:] != (*size,) or x.shape[-2] != x.shape[-1]:
+        return ""
+    is_table = bool((x[..., 1:, 1:] == x[..., :-1, :-1]).all())
+    return "in this batch, its numbers depend only on the distance between query and key" if is_table else ""
 
 
 def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:

@@ -42,6 +42,7 @@ class Attention:
         lines: The innermost lines of both products.
         operands: q, k and v.
         masks: Arrays that were combined with the scores, with their axes.
+        dropout: Whether random numbers drop weights between the softmax and the values.
         softmax: Whether an exponential of the scores was seen.
         visible: Visible pairs of any head, bool (B, Sq, Sk), or None if unknown.
         hidden: Queries (B, Sq) whose scores are all hidden.
@@ -63,6 +64,7 @@ class Attention:
     lines: set[Place] = field(default_factory=set)
     masks: list[tuple[Value, Axes]] = field(default_factory=list)
     softmax: bool = False
+    dropout: bool = False
     seen: tuple[Any, Axes] | None = None
     keys: slice | None = None
     visible: np.ndarray | None = None

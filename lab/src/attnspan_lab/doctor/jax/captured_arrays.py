@@ -72,7 +72,7 @@ def captured(closed: Any, least: int) -> Iterator[tuple[Any, tuple[Place, ...]]]
     """Yield constants of a jaxpr and of its functions with at least so many bytes, and their first lines."""
     for own in jaxprs(closed):
         for i, x in enumerate(getattr(own, "consts", ())):
-            if np.size(x) * np.dtype(x.dtype).itemsize >= least:
+            if np.size(x) * x.dtype.itemsize >= least:
                 use = _FirstUse()
                 use.follow(own, [False] * len(own.in_avals), captured=[False] * i + [True])
                 yield x, use.lines

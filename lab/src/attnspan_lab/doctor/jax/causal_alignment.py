@@ -9,6 +9,7 @@ import numpy as np
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.changes import Trial
+from attnspan_lab.doctor.jax.mask_forms import only
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.watch import Attention
 
@@ -29,13 +30,23 @@ def misaligned(trial: Trial) -> Iterator[Finding]:
         queries, keys = np.asarray(call.visible).shape[1:]
         what = f"The causal mask counts from the first key: {queries} queries, {keys} keys"
         said = f"query 0 sees keys 0 to 0, and its own key is key {first}"
-        yield finding("causal-alignment", what, call.places[:2], said, count=len(site), call=call)
+        aligned = [x for x in trial.calls if _is_triangle(x, from_the_last=True)]
+        apart = only(trial.calls, [*(x for x, _ in site), *aligned])
+        yield finding("causal-alignment", what, call.places[:2], said, apart, count=len(site), call=call)
 
 
 def _counts_from_the_first_key(call: Attention) -> bool:
     if call.visible is None or call.visible.shape[1] >= call.visible.shape[2]:
         return False
-    return bool((call.visible == np.tri(*call.visible.shape[1:])).all())
+    return _is_triangle(call)
+
+
+def _is_triangle(call: Attention, *, from_the_last: bool = False) -> bool:
+    """Whether a call is causal, counted from its first key or from its last key."""
+    if call.visible is None:
+        return False
+    queries, keys = call.visible.shape[1:]
+    return bool((call.visible == np.tri(queries, keys, (keys - queries) * from_the_last)).all())
 
 
 def _first_own_key(call: Attention, other: Attention) -> int:

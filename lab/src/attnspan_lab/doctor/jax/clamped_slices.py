@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.float64_reference import difference
 from attnspan_lab.doctor.jax.texts import finding
-from attnspan_lab.doctor.jax.values import Value
+from attnspan_lab.doctor.jax.values import Value, is_float, is_key
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["Clamped", "clamped"]
 
+_WITHIN, _ROUNDINGS = 1e-4, 8  # relative change of results, and roundings of their dtype, that say nothing
 _MOST = 4  # lines that are tried. Each trial runs the step again.
 _SLICES = {"dynamic_slice": "read", "dynamic_update_slice": "write"}
 
@@ -44,7 +44,9 @@ class Clamped:
         first = 2 if name == "dynamic_update_slice" else 1
         dims, starts = np.shape(values[0].array), [int(x.array) for x in values[first:]]
         sizes = np.shape(values[1].array) if first == 2 else eqn.params["slice_sizes"]
-        bad = [i for i, (n, s, d) in enumerate(zip(dims, starts, sizes, strict=True)) if not 0 <= s <= n - d]
+        # A slice of an axis with one entry, such as a broadcast axis, has only one possible start.
+        axes = enumerate(zip(dims, starts, sizes, strict=True))
+        bad = [i for i, (n, s, d) in axes if n > 1 and not 0 <= s <= n - d]
         if not bad:
             return
         axis, site = bad[0], (name, out[0].places)
@@ -66,9 +68,12 @@ def clamped(
         results: The step's results.
         again: Runs the step with other numbers in some clamped slices. Returns the watcher and the results.
     """
+    dtypes = {x.array.dtype for x in results if is_float(x.array)}
+    eps = (float(jnp.finfo(x).eps) for x in dtypes)  # type: ignore[no-untyped-call]
+    within = max([_WITHIN, *(_ROUNDINGS * x for x in eps)])
     for site, (many, said) in list(seen.sites.items())[:_MOST]:
         change = difference(_numbers(again({site})[1]), _numbers(results))
-        if not change > 0:
+        if not change > within:
             continue
         name, places = site
         what = f"A {_SLICES[name]} beyond the end of an array: {name} moves the slice to the front"
@@ -83,16 +88,16 @@ def clamped(
 
 def _other(array: Any) -> Any:
     """Return other numbers of the same shape. Random keys stay."""
-    if _is_key(array):
+    if is_key(array):
         return array
     array = np.asarray(array)
-    return ~array if array.dtype == bool else array + np.ones((), array.dtype)
+    if array.dtype == bool:
+        return ~array
+    # One number more in all scores of a query would change nothing.
+    more = 1 + np.arange(array.size).reshape(array.shape) % 3 if is_float(array) else np.ones(())
+    return array + more.astype(array.dtype)
 
 
 def _numbers(values: list[Value]) -> list[np.ndarray]:
     """List the arrays of values as float64, without random keys."""
-    return [np.asarray(x.array, np.float64) for x in values if not _is_key(x.array)]
-
-
-def _is_key(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
+    return [np.asarray(x.array, np.float64) for x in values if not is_key(x.array)]

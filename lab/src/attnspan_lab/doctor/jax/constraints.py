@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 
@@ -19,7 +18,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.hlo import Instruction, Program
 from attnspan_lab.doctor.jax.interpret import constants, equations, jaxprs, places_of
-from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, is_spread
+from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, whole
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value
 from attnspan_lab.doctor.jax.watch import Attention
@@ -57,7 +56,7 @@ def without_constraints(traced: Traced) -> Traced:
 
 def _plain(jaxpr: Any) -> Any:
     if hasattr(jaxpr, "consts"):
-        consts = [np.asarray(x) if is_spread(x) else x for x in jaxpr.consts]
+        consts = [whole(x) for x in jaxpr.consts]
         return jaxpr.replace(jaxpr=_plain(jaxpr.jaxpr), consts=consts)
     return jaxpr.replace(eqns=[_plain_equation(x) for x in jaxpr.eqns])
 

@@ -18,6 +18,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.interpret import equations, inner, is_own, place_of_function
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.texts import finding
+from attnspan_lab.doctor.jax.values import numpy_of
 from attnspan_lab.doctor.places import Place, lines_of
 
 __all__ = ["Run", "calls_jitted", "place_of", "recompiles_in", "run_batches"]
@@ -174,7 +175,9 @@ def _signature(x: Any) -> tuple[Any, ...]:
     if not hasattr(x, "shape"):
         return (), f"a Python {type(x).__name__}"
     weak = " (weak type)" if getattr(x, "weak_type", False) else ""
-    return tuple(x.shape), f"{jax.dtypes.canonicalize_dtype(x.dtype)}{weak}"
+    # JAX narrows dtypes of NumPy only.
+    dtype = x.dtype if isinstance(x, jax.Array) else jax.dtypes.canonicalize_dtype(x.dtype)
+    return tuple(x.shape), f"{dtype}{weak}"
 
 
 def _tried(kind: str, name: str, run: Run, subject: JaxSubject) -> str:
@@ -206,7 +209,7 @@ def _mended(kind: str, name: str, subject: JaxSubject) -> tuple[list[Any], str]:
         most = {k: np.max([x.shape for x in own], axis=0) for k, own in arrays.items()}
 
         def padded(key: str, x: Any) -> Any:
-            if key not in most:
+            if key not in most or x.shape == (*most[key],):
                 return x
             return jnp.pad(jnp.asarray(x), [(0, int(n) - m) for n, m in zip(most[key], x.shape, strict=True)])
 
@@ -224,7 +227,7 @@ def _mended(kind: str, name: str, subject: JaxSubject) -> tuple[list[Any], str]:
 
 def _close(x: Any, y: Any) -> bool:
     """Whether results are equal. Results of padding are left out."""
-    pairs = zip(map(np.asarray, jax.tree.leaves(x)), map(np.asarray, jax.tree.leaves(y)), strict=True)
+    pairs = zip(*(map(numpy_of, jax.tree.leaves(z)) for z in (x, y)), strict=True)
     return all(
         a.ndim == b.ndim
         and np.allclose(a, b[tuple(map(slice, a.shape))], rtol=1e-3, atol=1e-4, equal_nan=True)

@@ -29,6 +29,7 @@ __all__ = [
     "is_spread",
     "jax_subject",
     "replaced",
+    "whole",
     "wide",
 ]
 
@@ -89,7 +90,7 @@ class JaxSubject:
     @property
     def plain(self) -> JaxSubject:
         """The subject on one device. The mesh stays for functions that name its axes."""
-        batches, variables = jax.tree.map(_whole, (self.batches, self.variables))
+        batches, variables = jax.tree.map(whole, (self.batches, self.variables))
         more = {"batches": batches, "variables": variables, "in_shardings": {}, "one_device": None}
         return replace(self, fn=self.one_device or self.fn, **more)
 
@@ -340,9 +341,13 @@ def is_spread(x: Any) -> bool:
     return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
 
 
-def _whole(x: Any) -> Any:
+def whole(x: Any) -> Any:
     """Move an array to one device. JAX may still move it to the devices of the context's mesh."""
-    return jnp.asarray(np.asarray(x)) if is_spread(x) else x
+    if not is_spread(x):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(whole(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))
 
 
 def replaced(leaves: Sequence[Any], chosen: Sequence[int], own: Sequence[Any]) -> list[Any]:

@@ -29,12 +29,12 @@ class Selected:
             return
         condition, *results = values
         whole = min(x.size for x in condition.chain()) == 1
-        one, other = (np.asarray(x.array) for x in results)
-        if whole and all(x.ones is not None for x in results) and not np.array_equal(one, other):
-            self.sites[out[0].places[:2]] += 1
+        if whole and all(x.ones is not None for x in results):
+            one, other = (np.asarray(x.array) for x in results)
+            self.sites[out[0].places[:2]] += not np.array_equal(one, other)
 
     def findings(self) -> Iterator[Finding]:
         """Yield the choices of each line."""
         what = "Two attention calls run here, and one of the two results is thrown away"
-        for places, many in self.sites.items():
+        for places, many in (+self.sites).items():
             yield finding("discarded", what, places, f"{counted(many, 'choice')} a step", count=many)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,13 +17,25 @@ from attnspan_lab.doctor.places import Place
 if TYPE_CHECKING:
     from attnspan_lab.doctor.jax.call import Attention
 
-__all__ = ["RESHAPES", "Axes", "Value", "bad", "is_float", "is_integer", "moved", "order_of"]
+__all__ = [
+    "RESHAPES",
+    "Axes",
+    "Value",
+    "bad",
+    "is_float",
+    "is_integer",
+    "is_key",
+    "moved",
+    "numpy_of",
+    "order_of",
+]
 
 #: Free axes of the two operands of a product.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 #: Operators that keep all elements, and only copy or reorder them.
 RESHAPES = (
     "broadcast_in_dim",
+    "tile",
     "reshape",
     "transpose",
     "squeeze",
@@ -125,6 +138,18 @@ class Value:
             todo += new
         return found
 
+    def is_random(self) -> bool:
+        """Whether it is made from random numbers without a product, as a mask of dropout."""
+        todo, known = [self], {id(self)}
+        while todo:
+            value = todo.pop()
+            if value.name in ("random_bits", "rng_bit_generator"):
+                return True
+            new = [x for x in value.parents if id(x) not in known and value.name != "dot_general"]
+            known.update(map(id, new))
+            todo += new
+        return False
+
     def origin(self, what: str) -> Value:
         """Follow NaN or infinity to the operator whose inputs do not have it. ``what`` is "nan" or "inf"."""
         value = self
@@ -153,6 +178,16 @@ def is_integer(array: Any) -> bool:
     """Whether an array has integers. Random keys have none."""
     dtype = getattr(array, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.integer))
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array has typed random keys, as from jax.random.key. NumPy has no such arrays."""
+    return isinstance(array, jax.Array) and bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
+def numpy_of(array: Any) -> np.ndarray:
+    """Return an array in NumPy, or the numbers of typed random keys."""
+    return np.asarray(jax.random.key_data(array) if is_key(array) else array)
 
 
 def bad(array: Any) -> tuple[bool, bool]:

@@ -12,6 +12,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.float64_reference import difference
+from attnspan_lab.doctor.jax.mask_forms import only
 from attnspan_lab.doctor.jax.subject import wide
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.watch import Attention
@@ -43,10 +44,10 @@ def padding_of_others(trial: Trial, coverage: Coverage) -> Iterator[Finding]:
             continue
         coverage.made(said.topic, f"read from {mask}: {said.changed(change)}")
         for site in grouped(showing, lambda x: x.places[:1]).values():
-            yield _finding(site, said, change)
+            yield _finding(site, said, change, only(trial.calls, site))
 
 
-def _finding(site: list[Attention], said: PaddingOf, change: float) -> Finding:
+def _finding(site: list[Attention], said: PaddingOf, change: float, apart: str) -> Finding:
     call, shown = site[0], shown_code(said.mask)
     known = [x for x in call.varies if said.mask in x[0].arguments()]
     case, remedy = "mask-lost.keys", f"Pass mask={shown}[:, None, None, :] to jax.nn.dot_product_attention"
@@ -58,7 +59,7 @@ def _finding(site: list[Attention], said: PaddingOf, change: float) -> Finding:
     elif call.varies:
         remedy = f"Combine your mask with it. {remedy}"
     places = (*call.places[:2], *(x for y in known[:1] for x in y[0].places[:1]))
-    more = {"values": {"name": said.mask, "shown": shown}, "remedy": remedy, "count": len(site)}
+    more = {"values": {"name": said.mask, "shown": shown}, "remedy": apart + remedy, "count": len(site)}
     return finding(case, said.seen, places, *said.evidence(change), call=call, **more)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.changes import Trial
-from attnspan_lab.doctor.jax.mask_forms import form_of
+from attnspan_lab.doctor.jax.mask_forms import form_of, masks_of
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.names import shown_code
@@ -85,8 +85,9 @@ def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
     if changed == "":
         return
     for call in {x.places[:1]: x for x in guilty}.values():
+        site = [x for x in trial.calls if x.places[:1] == call.places[:1]]
         evidence, severity = (visible(max(pairs.values())), changed or _UNPROVEN), "" if changed else "note"
-        case, values, remedy = _why(trial, rule, call)
+        case, values, remedy = _why(trial, rule, call, site)
         more = {"values": values, "remedy": remedy, "call": call, "severity": severity}
         yield finding(f"{rule.kind}{case}", SEEN[rule.kind], call.with_masks, *evidence, **more)
     if guilty or changed is None:
@@ -122,8 +123,21 @@ def _fits(call: Attention, foreign: np.ndarray) -> bool:
     return fits and len(call.visible) in (1, len(foreign))
 
 
-def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, dict[str, Any], str]:
-    """Say why a call shows foreign pairs.
+def _form(trial: Trial, rule: Rule, call: Attention) -> str:
+    """Write the mask that a call needs: the pairs that it shows, without foreign pairs."""
+    if call.visible is None:
+        return ""
+    wanted = [call.visible]
+    if _fits(call, rule.foreign):
+        length = call.visible.shape[1]
+        wanted = [call.visible & ~rule.foreign[:, :length, :length]]
+        if rule.kind == "mask-lost":  # Queries of padding may see anything.
+            wanted = [call.visible & (rule.groups[:, None, :length] == 0), *wanted]
+    return next(filter(None, (form_of(trial.subject, trial.batch, x) for x in wanted)), "")
+
+
+def _why(trial: Trial, rule: Rule, call: Attention, site: list[Attention]) -> tuple[str, dict[str, Any], str]:
+    """Say why a call shows foreign pairs. ``site`` are all calls of its line.
 
     Returns:
         The case of the kind, its values, and the remedy. "" stands for the remedy of the case.
@@ -132,11 +146,8 @@ def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, dict[str, Any]
     length = shown.shape[1]
     foreign = rule.foreign[:, :length, :length]
     visible = np.broadcast_to(shown, foreign.shape)
-    wanted = [visible & ~foreign]
-    if rule.kind == "mask-lost":  # Queries of padding may see anything.
-        wanted = [visible & (rule.groups[:, None, :length] == 0), *wanted]
-    form = next(filter(None, (form_of(trial.subject, trial.batch, x) for x in wanted)), "")
-    remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
+    said = "Call attnspan.jax.attention"
+    remedy = masks_of(site, [_form(trial, rule, x) for x in site], f"{said} with mask={{}}", said)
     if rule.kind == "causality-lost":
         index = np.arange(length)
         most = int((index - index[:, None])[visible.any(0)].max())

@@ -221,6 +221,8 @@ class Watcher(Interpreter):
         if np.shape(result.array) == shape and name not in RESHAPES and not call.softmax:
             fits = [x for x in values if x.call is None and np.ndim(x.array) == len(shape)]
             call.masks += [(x, first.axes) for x in fits]
+        if call.softmax and name in ("mul", "select_n"):
+            call.dropout = call.dropout or any(x.call is None and x.is_random() for x in values)
         if name.startswith(("reduce_", "arg")) and name != "reduce_precision":
             return
         if name == "concatenate" and not call.softmax:
@@ -254,7 +256,9 @@ class Watcher(Interpreter):
         shares = self._pairs(weights.array, axes, side)
         used, even = shares != 0, shares.max(-1) == shares.min(-1)
         same = used.shape[-2:] == shown.shape[-2:]
-        shown_used = shown & used if same and used.shape == shown.shape else shown
+        # Dropout hides no pair.
+        same = same and used.shape == shown.shape and not call.dropout
+        shown_used = shown & used if same else shown
         call.visible = self._any(shown_used)
         flat = shown_used.reshape(len(shown), -1, *shown.shape[-2:])
         call.by_head = bool((flat != flat[:, :1]).any())
