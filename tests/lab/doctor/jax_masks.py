@@ -267,6 +267,13 @@ def padding_mask_is_inverted(well: int, q: Any, k: Any, v: Any, padding_mask: An
     return plain(q, k, v, mask=mask[:, None, None, :])  # sick
 
 
+@attends("mask-lost", "is inverted: only padding is visible", "Invert the mask", given=PADDED)
+def valid_queries_see_no_key(well: int, q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+    """Padding is behind the tokens, so that no query sees a valid token, and no valid token sees a key."""
+    shown = (attention_mask != 0 if well else attention_mask == 0)[:, None, None, :]
+    return dense(q, k, v, shown & below(q.shape[1]))  # sick
+
+
 @attends(
     "mask-lost",
     "A mask made from lengths reaches this call",
@@ -330,7 +337,7 @@ def frame_mask_that_is_shifted(well: int) -> JaxSubject:
 # Queries without keys
 
 
-@attends("hidden-rows", causal=None, parity=True)
+@attends("hidden-rows", parity=True)
 def first_query_without_keys(well: int, q: Any, k: Any, v: Any) -> Any:
     mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool), -1)
     if well:

@@ -55,6 +55,7 @@ class Attention:
         softmaxed: Input of the softmax.
         size: Head dim of q and k.
         factor: The number by which a kernel multiplies the scores, if it is known.
+        uneven: Whether the softmax runs over another axis than the keys.
     """
 
     kind: str
@@ -77,6 +78,7 @@ class Attention:
     softmaxed: Value | None = None
     size: int = 0
     factor: float | None = None
+    uneven: bool = False
 
     @property
     def kernel(self) -> str:

@@ -243,6 +243,15 @@ class JaxSubject:
                 return shown
         return None
 
+    def stated(self, batch: Any, length: int) -> np.ndarray | None:
+        """Find the entries of the tokens that a mask or lengths state to be no padding, bool (B, length).
+
+        Unlike `valid`, it also finds them if all tokens are valid.
+        """
+        names = self.padding_names(batch) if length == (self.size(batch) or (0, 0))[1] else []
+        marked = self.marked(batch, names[0]) if names else None
+        return marked if marked is not None and marked.any() else None
+
     def marked(self, batch: Any, name: str) -> np.ndarray:
         """Read the tokens that are not padding, bool (B, S), from a padding mask or from lengths."""
         x = np.asarray(self.named(batch)[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.names import shown_code
 from attnspan_lab.doctor.pairs import MIXED, OUTSIDE, SEEN, TOPICS, unproven, visible
+from attnspan_lab.doctor.words import counted
 
-__all__ = ["Rule", "rules", "seen"]
+__all__ = ["Rule", "inverted", "rules", "seen"]
 
 _UNPROVEN = unproven("the step returns no results (B, S, ...)")
 
@@ -68,8 +69,14 @@ def seen(trial: Trial, coverage: Coverage) -> Iterator[Finding]:
 
 def _cover(trial: Trial, rule: Rule, changed: str | None, coverage: Coverage) -> None:
     """Note what the trial gave."""
-    if changed is not None:
-        coverage.made(TOPICS[rule.kind], changed or "changed tokens change no result of others")
+    padding = trial.padding(trial.size[1])
+    if changed == "" and padding.all():
+        coverage.missed(TOPICS[rule.kind], "no token sees a key that belongs to a token")
+    elif changed is not None:
+        left = f". {counted(int(padding.sum()), 'token')} without a key count as padding" * bool(
+            padding.any()
+        )
+        coverage.made(TOPICS[rule.kind], changed or f"changed tokens change no result of others{left}")
     elif trial.calls and all(_fits(x, rule.foreign) for x in trial.calls):
         coverage.made(TOPICS[rule.kind], f"read from the masks, {_UNPROVEN}")
     else:
@@ -78,18 +85,20 @@ def _cover(trial: Trial, rule: Rule, changed: str | None, coverage: Coverage) ->
 
 def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
     """Yield a finding for each line with visible foreign pairs, if changed tokens change foreign results."""
-    pairs = {id(x): _count(x, rule.foreign) for x in trial.calls}
-    guilty = [x for x in trial.calls if pairs[id(x)]]
+    pairs = [_count(x, rule.foreign) for x in trial.calls]
+    means = [_means(x, rule) for x in trial.calls]
+    guilty = [x for x, n, m in zip(trial.calls, pairs, means, strict=True) if n or m]
     changed = trial.changed(rule.groups, rule.only)
     _cover(trial, rule, changed, coverage)
     if changed == "":
         return
     for call in {x.places[:1]: x for x in guilty}.values():
-        evidence, severity = (visible(max(pairs.values())), changed or _UNPROVEN), "" if changed else "note"
+        said = visible(max(pairs)) if any(pairs) else _MEANS.format(max(means))
+        evidence, severity = (said, changed or _UNPROVEN), "" if changed else "note"
         case, values, remedy = _why(trial, rule, call)
         more = {"values": values, "remedy": remedy, "call": call, "severity": severity}
         yield finding(f"{rule.kind}{case}", SEEN[rule.kind], call.with_masks, *evidence, **more)
-    if guilty or changed is None:
+    if guilty or changed is None or _is_explained(trial, rule):
         return
     what, why = SEEN[rule.kind].replace(" here", ""), trial.decides(rule.groups, rule.only)
     more = {"severity": "note" if why else ""}
@@ -104,6 +113,23 @@ def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
 _UNREAD = """\
 The doctor cannot read which pairs this call sees, but tokens reach each other through it or through code \
 around it"""
+_MEANS = "{} valid queries see no key, and return the mean of all values"
+
+
+def _is_explained(trial: Trial, rule: Rule) -> bool:
+    """Whether nothing changes if calls with a softmax over another axis, and queries without a key, return 0.
+
+    Both have a finding of their own.
+    """
+    emptied = {}
+    for number, call in enumerate(trial.calls):
+        if call.hidden is None or call.out is None or call.hidden.shape != call.out.nan.shape:
+            continue
+        padding = trial.padding(call.hidden.shape[1])
+        lost = call.hidden & ~(padding if len(call.hidden) > 1 else padding.all(0))
+        rows = np.ones_like(lost) if call.uneven else lost & (call.padding is not None)
+        emptied |= {number: rows} if rows.any() else {}
+    return bool(emptied) and replace(trial, emptied=emptied).changed(rule.groups, rule.only) == ""
 
 
 def _count(call: Attention, foreign: np.ndarray) -> int:
@@ -112,6 +138,27 @@ def _count(call: Attention, foreign: np.ndarray) -> int:
         return 0
     length = call.visible.shape[1]
     return int((call.visible & foreign[:, :length, :length]).sum())
+
+
+def _means(call: Attention, rule: Rule) -> int:
+    """Count valid queries that return the mean of all values, because the mask shows only padding."""
+    if call.hidden is None or call.out is None or not _shows_only_padding(call, rule):
+        return 0
+    return int((call.hidden & call.out.even & (rule.groups == 0)[:, : call.hidden.shape[1]]).sum())
+
+
+def inverted(trial: Trial, call: Attention) -> bool:
+    """Whether the mask of a call is inverted."""
+    return any(_shows_only_padding(call, x) for x in rules(trial))
+
+
+def _shows_only_padding(call: Attention, rule: Rule) -> bool:
+    """Whether a mask made from the padding mask is inverted."""
+    if call.visible is None or rule.kind != "mask-lost" or not _fits(call, rule.foreign):
+        return False
+    made = any(rule.names & x.arguments() for x, _ in call.masks)
+    valid = (rule.groups == 0)[:, None, : call.visible.shape[1]]
+    return made and bool(call.visible.any()) and not (call.visible & valid).any()
 
 
 def _fits(call: Attention, foreign: np.ndarray) -> bool:
@@ -153,7 +200,7 @@ def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, dict[str, Any]
     # Lengths become a mask in the step.
     if "mask" in name and (masks[0], True, False) in call.varies:
         return ".of-queries", values, ""
-    if not (visible & (rule.groups[:, None, :length] == 0)).any():
+    if _shows_only_padding(call, rule):
         return ".inverted", values, remedy
     if mask.dtype != bool and np.isin(mask, (0, 1)).all():
         return ".numbers", values, ""
