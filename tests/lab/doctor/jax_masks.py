@@ -274,6 +274,32 @@ def valid_queries_see_no_key(well: int, q: Any, k: Any, v: Any, attention_mask: 
     return dense(q, k, v, shown & below(q.shape[1]))  # sick
 
 
+INVERTED = "valid queries see exactly the pairs that it must hide"
+
+
+@attends("causality-lost", INVERTED, "Invert the mask")
+def causal_mask_is_inverted(well: int, q: Any, k: Any, v: Any) -> Any:
+    shown = below(q.shape[1])
+    return dense(q, k, v, shown if well else ~shown)  # sick
+
+
+@attends("mask-lost", INVERTED, "Invert the mask", given=PADDED)
+def whole_mask_is_inverted(well: int, q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+    """The finding is the only one: queries without a key and later tokens follow from it."""
+    shown = below(q.shape[1]) & (attention_mask != 0)[:, None, None, :]
+    return dense(q, k, v, shown if well else ~shown)  # sick
+
+
+@attends("mask-lost", "", "mask=causal() & keys(attention_mask != 0)", given=PADDED, also=("causality-lost",))
+def window_is_inverted(well: int, q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+    """The mask hides the last five tokens. With one more mask, the first queries would see no key."""
+    valid = attention_mask != 0
+    if well:
+        return spans(q, k, v, causal() & keys(valid))
+    near = below(q.shape[1]) & ~jnp.tri(q.shape[1], k=-5, dtype=bool)
+    return dense(q, k, v, ~(near & valid[:, None, None, :]))  # sick
+
+
 @attends(
     "mask-lost",
     "A mask made from lengths reaches this call",

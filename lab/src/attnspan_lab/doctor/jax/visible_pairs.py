@@ -63,19 +63,19 @@ def rules(trial: Trial) -> Iterator[Rule]:
 
 def seen(trial: Trial, coverage: Coverage) -> Iterator[Finding]:
     """Yield pairs that must not be visible and are, if changed tokens confirm it."""
+    told = set[Any]()
     for rule in rules(trial):
-        yield from _found(trial, rule, coverage)
+        yield from _found(trial, rule, coverage, told)
 
 
 def _cover(trial: Trial, rule: Rule, changed: str | None, coverage: Coverage) -> None:
     """Note what the trial gave."""
     padding = trial.padding(trial.size[1])
     if changed == "" and padding.all():
-        coverage.missed(TOPICS[rule.kind], "no token sees a key that belongs to a token")
+        coverage.missed(TOPICS[rule.kind], "no token sees a key")
     elif changed is not None:
-        left = f". {counted(int(padding.sum()), 'token')} without a key count as padding" * bool(
-            padding.any()
-        )
+        left = counted(int(padding.sum()), "token") if padding.any() else ""
+        left = left and f". {left} without a key count as padding"
         coverage.made(TOPICS[rule.kind], changed or f"changed tokens change no result of others{left}")
     elif trial.calls and all(_fits(x, rule.foreign) for x in trial.calls):
         coverage.made(TOPICS[rule.kind], f"read from the masks, {_UNPROVEN}")
@@ -83,8 +83,11 @@ def _cover(trial: Trial, rule: Rule, changed: str | None, coverage: Coverage) ->
         coverage.missed(TOPICS[rule.kind], _UNPROVEN)
 
 
-def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
-    """Yield a finding for each line with visible foreign pairs, if changed tokens change foreign results."""
+def _found(trial: Trial, rule: Rule, coverage: Coverage, told: set[Any]) -> Iterator[Finding]:
+    """Yield a finding for each line with visible foreign pairs, if changed tokens change foreign results.
+
+    ``told`` has the lines with a finding that explains all their pairs.
+    """
     pairs = [_count(x, rule.foreign) for x in trial.calls]
     means = [_means(x, rule) for x in trial.calls]
     guilty = [x for x, n, m in zip(trial.calls, pairs, means, strict=True) if n or m]
@@ -92,11 +95,12 @@ def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
     _cover(trial, rule, changed, coverage)
     if changed == "":
         return
-    for call in {x.places[:1]: x for x in guilty}.values():
+    for call in {x.places[:1]: x for x in guilty if x.places[:1] not in told}.values():
         said = visible(max(pairs)) if any(pairs) else _MEANS.format(max(means))
         evidence, severity = (said, changed or _UNPROVEN), "" if changed else "note"
-        case, values, remedy = _why(trial, rule, call)
-        more = {"values": values, "remedy": remedy, "call": call, "severity": severity}
+        case, more = _told(trial, rule, call)
+        more |= {"call": call, "severity": severity}
+        told |= {call.places[:1]} if more.get("cause") == _INVERTED else set()
         yield finding(f"{rule.kind}{case}", SEEN[rule.kind], call.with_masks, *evidence, **more)
     if guilty or changed is None or _is_explained(trial, rule):
         return
@@ -113,6 +117,8 @@ def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
 _UNREAD = """\
 The doctor cannot read which pairs this call sees, but tokens reach each other through it or through code \
 around it"""
+_INVERTED = "The mask is inverted: valid queries see exactly the pairs that it must hide"
+_INVERT = "Invert the mask: in JAX and in attnspan, True shows a key"
 _MEANS = "{} valid queries see no key, and return the mean of all values"
 
 
@@ -149,7 +155,26 @@ def _means(call: Attention, rule: Rule) -> int:
 
 def inverted(trial: Trial, call: Attention) -> bool:
     """Whether the mask of a call is inverted."""
-    return any(_shows_only_padding(call, x) for x in rules(trial))
+    return any(_shows_only_padding(call, x) for x in rules(trial)) or _shows_the_complement(trial, call)
+
+
+def _shows_the_complement(trial: Trial, call: Attention) -> bool:
+    """Whether valid queries see the pairs that they must not see, and no other pairs."""
+    if call.visible is None or (found := _allowed(trial, call)) is None:
+        return False
+    allowed, valid = found
+    return bool((call.visible != allowed)[valid].all() and (~allowed[valid]).any())
+
+
+def _allowed(trial: Trial, call: Attention) -> tuple[np.ndarray, np.ndarray] | None:
+    """Find the pairs that may be visible, (B, Sq, Sk), and the valid queries, if keys are tokens."""
+    given = [x.foreign for x in rules(trial)]
+    if call.visible is None or not given or not all(_fits(call, x) for x in given):
+        return None
+    length, valid = call.visible.shape[1], trial.subject.valid(trial.batch)
+    valid = np.ones(trial.size, bool) if valid is None else valid
+    allowed = ~np.any(given, 0) & valid[:, None, :]
+    return allowed[:, :length, :length], valid[:, :length]
 
 
 def _shows_only_padding(call: Attention, rule: Rule) -> bool:
@@ -167,6 +192,20 @@ def _fits(call: Attention, foreign: np.ndarray) -> bool:
         return False
     fits = foreign.shape[1] - 1 <= call.visible.shape[1] <= foreign.shape[1]
     return fits and len(call.visible) in (1, len(foreign))
+
+
+def _told(trial: Trial, rule: Rule, call: Attention) -> tuple[str, dict[str, Any]]:
+    """Say why a call shows foreign pairs: the case of the kind, and its texts."""
+    if _shows_the_complement(trial, call) and not _shows_only_padding(call, rule):
+        return "", {"cause": _INVERTED, "remedy": _INVERT}
+    case, values, remedy = _why(trial, rule, call)
+    allowed, valid = _allowed(trial, call) or (np.zeros((1, 1, 1), bool), np.zeros((1, 1), bool))
+    lost = int((allowed.any(-1) & ~(allowed & np.asarray(call.visible)).any(-1) & valid).sum())
+    if lost and case in ("", ".shown"):
+        form = form_of(trial.subject, trial.batch, allowed)
+        remedy = f"Call attnspan.jax.attention with mask={form}" if form else "Make another mask"
+        remedy += f". If your mask also hid these pairs, {lost} valid queries would see no key"
+    return case, {"values": values, "remedy": remedy}
 
 
 def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, dict[str, Any], str]:
