@@ -15,9 +15,11 @@ from jax_runner import attends, fault
 from jax_samples import (
     BATCH,
     DOCUMENTS,
+    HEADS,
     LENGTH,
     LENGTHS,
     MASK,
+    SIZE,
     VALID,
     below,
     cached,
@@ -358,6 +360,35 @@ def no_mask_of_frames(well: int) -> JaxSubject:
 @fault("mask-lost", "still shows these keys", FRAMES, at="cross", applied=False)
 def frame_mask_that_is_shifted(well: int) -> JaxSubject:
     return cross(lambda mask: jnp.roll(mask, 3, 1)[:, None, None, :])
+
+
+ON_KEYS = "No mask that is made from attention_mask", "mask=keys(attention_mask != 0)"
+
+
+@fault("mask-lost", *ON_KEYS, at="queries")
+def fewer_queries_than_padded_tokens(well: int) -> JaxSubject:
+    """The results have the length of the queries, not of the tokens."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any, queries: Any) -> Any:
+        (q, _, _), (_, k, v) = projected(w, queries), projected(w, w["embed"][tokens])
+        mask = (attention_mask != 0)[:, None, None, :] if well else None
+        return plain(q, k, v, mask=mask).reshape(queries.shape) @ w["head"]  # sick: queries
+
+    queries = jnp.sin(jnp.arange(BATCH * 9 * 32.0)).reshape(BATCH, 9, 32)
+    return subject(step, False, queries=queries, **PADDED)
+
+
+@fault("mask-lost", *ON_KEYS, at="probe")
+def probe_that_sees_padding(well: int) -> JaxSubject:
+    """One query pools the tokens of each sample."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any) -> Any:
+        _, k, v = projected(w, w["embed"][tokens])
+        q = jnp.broadcast_to(w["embed"][0], (BATCH, 1, 32)).reshape(BATCH, 1, HEADS, SIZE)
+        mask = (attention_mask != 0)[:, None, None, :] if well else None
+        return plain(q, k, v, mask=mask).reshape(BATCH, -1) @ w["head"]  # sick: probe
+
+    return subject(step, False, **PADDED)
 
 
 # Queries without keys

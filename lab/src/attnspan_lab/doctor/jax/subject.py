@@ -244,13 +244,14 @@ class JaxSubject:
         return None
 
     def stated(self, batch: Any, length: int) -> np.ndarray | None:
-        """Find the entries of the tokens that a mask or lengths state to be no padding, bool (B, length).
+        """Find the entries that a mask or lengths of a sequence state to be no padding, bool (B, length).
 
-        Unlike `valid`, it also finds them if all tokens are valid.
+        The tokens come first. Unlike `valid`, it also finds them if all are valid.
         """
-        names = self.padding_names(batch) if length == (self.size(batch) or (0, 0))[1] else []
-        marked = self.marked(batch, names[0]) if names else None
-        return marked if marked is not None and marked.any() else None
+        names, named = self.padding_names(batch), self.named(batch)
+        own = [self.marked(batch, x) for x in names if length == (self.size(batch) or (0, 0))[1]]
+        own += [valid_entries(x, np.asarray(named[x])) for x in self.other_masks(batch).values()]
+        return next((x for x in own if x.shape[1] == length and x.any()), None)
 
     def marked(self, batch: Any, name: str) -> np.ndarray:
         """Read the tokens that are not padding, bool (B, S), from a padding mask or from lengths."""

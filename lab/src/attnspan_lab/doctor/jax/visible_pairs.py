@@ -13,6 +13,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.mask_forms import form_of
 from attnspan_lab.doctor.jax.texts import finding
+from attnspan_lab.doctor.jax.visible_padding import padding_of_tokens
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.names import shown_code
 from attnspan_lab.doctor.pairs import MIXED, OUTSIDE, SEEN, TOPICS, unproven, visible
@@ -92,6 +93,9 @@ def _found(trial: Trial, rule: Rule, coverage: Coverage, told: set[Any]) -> Iter
     means = [_means(x, rule) for x in trial.calls]
     guilty = [x for x, n, m in zip(trial.calls, pairs, means, strict=True) if n or m]
     changed = trial.changed(rule.groups, rule.only)
+    if rule.kind == "mask-lost" and not changed:
+        compared = yield from padding_of_tokens(trial, coverage)
+        changed = "" if compared else changed
     _cover(trial, rule, changed, coverage)
     if changed == "":
         return
