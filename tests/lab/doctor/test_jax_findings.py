@@ -169,7 +169,14 @@ def test_results_of_samples_without_padding_are_checked(pool: Any) -> None:
     assert found["checked"]["padding"] == "changed tokens change no result of others"
 
 
-@pytest.mark.parametrize("pool", [lambda x, _: x.reshape(BATCH, 12, -1), lambda x, _: (x**2).mean()])
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x, _: x.reshape(BATCH, 12, -1),
+        lambda x, _: x.reshape(BATCH, 12, -1).mean(2),
+        lambda x, _: (x**2).mean(),
+    ],
+)
 def test_results_that_may_be_padding_are_not_checked(pool: Any) -> None:
     found = facts_of(pooled(pool), "eager")
     assert {x.kind for x in found["findings"]} == {"unfused"}

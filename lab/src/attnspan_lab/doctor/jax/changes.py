@@ -13,7 +13,7 @@ from attnspan_lab.doctor.jax.values import Value
 from attnspan_lab.doctor.jax.watch import Attention, Watcher, watched
 from attnspan_lab.doctor.pairs import changes
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "relative_change"]
 
 _WITHIN = 1e-4  # relative change of a row of results that counts
 _MOST_GROUPS = 8
@@ -59,7 +59,7 @@ class Trial:
         count, most = 0, 0.0
         for own in self._groups(groups, only):
             pairs = zip(before, rows.of(self.leaves(own)), strict=True)
-            change = np.max([_change(x, y) for x, y in pairs], axis=0)
+            change = np.max([relative_change(x, y) for x, y in pairs], axis=0)
             change = np.where((own | self.padding(groups.shape[1]))[:, : change.shape[1]], 0, change)
             count, most = count + int((change > _WITHIN).sum()), max(most, float(change.max()))
         return changes(count, most, rows.of_what) if count else ""
@@ -135,7 +135,7 @@ class _Rows:
         return [x.reshape(rows, longest, -1) for x in wide] if longest >= length - 1 else []
 
 
-def _change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def relative_change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Relative change of each row."""
     scale = np.linalg.norm(before, axis=-1) + 1e-3 * np.abs(before).max() + 1e-30
     return np.asarray(np.linalg.norm(after - before, axis=-1) / scale)

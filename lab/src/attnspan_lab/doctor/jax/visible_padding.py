@@ -10,7 +10,7 @@ import numpy as np
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.grouped import grouped
-from attnspan_lab.doctor.jax.changes import Trial
+from attnspan_lab.doctor.jax.changes import Trial, relative_change
 from attnspan_lab.doctor.jax.float64_reference import difference
 from attnspan_lab.doctor.jax.subject import wide
 from attnspan_lab.doctor.jax.texts import finding
@@ -56,25 +56,23 @@ def padding_of_tokens(trial: Trial, coverage: Coverage) -> Generator[Finding, No
     """
     subject, batch = trial.subject, trial.batch
     name, mask = next(iter(subject.tokens(batch))), subject.padding_names(batch)[0]
-    hidden = ~np.asarray(subject.valid(batch))
+    valid = np.asarray(subject.valid(batch))
+    hidden = ~valid & valid.any(1, keepdims=True)
     leaves = trial.leaves(hidden)
-    changes: dict[bool, list[tuple[float, tuple[int, ...]]]] = {True: [], False: []}
-    compared = False
-    for x, y in zip(*(wide(trial.results(z)) for z in (trial.traced.leaves, leaves)), strict=True):
-        kept = _kept(trial, x, ~hidden)
-        change = difference([y], [x]) if kept is None else difference([y[kept]], [x[kept]])
-        compared = compared or (kept is not None and kept.size > 0)
-        changes[kept is not None] += [(change, x.shape)] if change > _WITHIN else []
-    if not any(changes.values()):
-        return compared
-    (change, shape), said = max(changes[True] + changes[False]), PaddingOf(name, mask, int(hidden.sum()))
+    found = [wide(trial.results(x)) for x in (trial.traced.leaves, leaves)]
+    moved = [
+        (_moved(trial, x, y, ~hidden), difference([y], [x]), x.shape) for x, y in zip(*found, strict=True)
+    ]
+    changed = [x for x in moved if x[0] is not False]
+    if not changed:
+        return bool(moved)
+    is_wrong, change, shape = max(changed, key=lambda x: (x[0] is True, x[1]))
+    said = PaddingOf(name, mask, int(hidden.sum()))
     showing = [x for x, y in trial.beside(leaves) if _same_operands(x, y)[0] and _shows(x, y, hidden)]
-    if not showing and not changes[True]:
-        why = (
-            f"{said.changed(change)} of shape {shape}, and the doctor does not know if they belong to padding"
-        )
-        coverage.missed("padding", why)
-        return compared
+    if not showing and not is_wrong:
+        said_so = f"{said.changed(change)} of shape {shape}"
+        coverage.missed("padding", f"{said_so}, and the doctor does not know if they belong to padding")
+        return False
     coverage.made("padding", f"read from {mask}: {said.changed(change)}")
     why = trial.decides(hidden.astype(int), 1)
     for site in grouped(showing, lambda x: x.places[:1]).values():
@@ -93,22 +91,39 @@ def _code(trial: Trial, mask: str) -> str:
 
 
 def _kept(trial: Trial, x: np.ndarray, valid: np.ndarray) -> np.ndarray | None:
-    """Mark the entries (B,) or (B, T) of a result that padding must not change, or return None if unknown."""
+    """Mark the rows (B, n) of a result that are not known to be padding, or return None if there are none."""
     rows, length = valid.shape
-    # A training step returns parameters, and their axes are no samples.
-    parameters = trial.traced.leaves[: trial.traced.variables]
-    if x.ndim == 0 or len(x) != rows or x.shape in map(np.shape, parameters):
+    if x.ndim < 2 or len(x) != rows:
         return None
-    size = x.shape[1] if x.ndim > 1 else -1
+    size = x.shape[1]
     if size in (length, length - 1):
         # A loss of each token also depends on the next token.
         later = np.pad(valid[:, 1:], ((0, 0), (0, 1))) if x.ndim == 2 else valid
         return (valid & later)[:, :size]
-    others = [np.shape(y) for y in trial.subject.named(trial.batch).values() if np.ndim(y) in (2, 3)]
-    if (rows, size) in [y[:2] for y in others]:
-        stated = trial.subject.stated(trial.batch, size)
-        return ~trial.padding(size) & (True if stated is None else stated)
-    return np.ones(rows, bool) if x.ndim < 3 else None
+    stated = trial.subject.stated(trial.batch, size)
+    return ~trial.padding(size) & (True if stated is None else stated)
+
+
+def _moved(trial: Trial, x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> bool | None:
+    """Whether padding changes a result and must not. None: it changes the result, and may do so.
+
+    Behind a stride, some rows of a result are padding. If all rows of a sample change, valid ones do too.
+    """
+    # A training step returns parameters, whose axes are no samples.
+    parameters = trial.traced.leaves[: trial.traced.variables]
+    if x.ndim == 0 or len(x) != len(valid) or x.shape in map(np.shape, parameters):
+        return None if difference([y], [x]) > _WITHIN else False
+    kept = _kept(trial, x, valid)
+    before, after = (z.reshape(len(z), 1 if kept is None else z.shape[1], -1) for z in (x, y))
+    kept = np.ones(before.shape[:2], bool) if kept is None else kept
+    change = (relative_change(before, after) > _WITHIN) & kept
+    if not change.any():
+        return False
+    half = ~valid.all(1) & (valid.mean(1) >= 0.5)  # samples with padding, and more tokens than padding
+    nothing = ~kept | ((before == 0) & (after == 0)).all(-1)
+    is_known = before.shape[1] - valid.shape[1] in (0, -1)
+    whole = (change | nothing).all(1) & change.any(1)
+    return True if is_known or whole[half].any() else None
 
 
 def _finding(trial: Trial, site: list[Attention], said: PaddingOf, change: float, why: str = "") -> Finding:
