@@ -101,7 +101,7 @@ def _kept(trial: Trial, x: np.ndarray, valid: np.ndarray) -> np.ndarray | None:
         later = np.pad(valid[:, 1:], ((0, 0), (0, 1))) if x.ndim == 2 else valid
         return (valid & later)[:, :size]
     stated = trial.subject.stated(trial.batch, size)
-    return ~trial.padding(size) & (True if stated is None else stated)
+    return np.asarray(~trial.padding(size) & (True if stated is None else stated))
 
 
 def _moved(trial: Trial, x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> bool | None:

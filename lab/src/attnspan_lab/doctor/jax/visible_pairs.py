@@ -71,17 +71,18 @@ def seen(trial: Trial, coverage: Coverage) -> Iterator[Finding]:
 
 def _cover(trial: Trial, rule: Rule, changed: str | None, coverage: Coverage) -> None:
     """Note what the trial gave."""
-    padding = trial.padding(trial.size[1])
-    if changed == "" and padding.all():
-        coverage.missed(TOPICS[rule.kind], "no token sees a key")
+    length, topic = trial.size[1], TOPICS[rule.kind]
+    # Padding that the batch does not state.
+    found = 0 if trial.subject.stated(trial.batch, length) is not None else int(trial.padding(length).sum())
+    left = f". {counted(found, 'token')} without a key count as padding" if found else ""
+    if changed == "" and found == rule.groups.size:
+        coverage.missed(topic, "no token sees a key")
     elif changed is not None:
-        left = counted(int(padding.sum()), "token") if padding.any() else ""
-        left = left and f". {left} without a key count as padding"
-        coverage.made(TOPICS[rule.kind], changed or f"changed tokens change no result of others{left}")
+        coverage.made(topic, changed or f"changed tokens change no result of others{left}")
     elif trial.calls and all(_fits(x, rule.foreign) for x in trial.calls):
-        coverage.made(TOPICS[rule.kind], f"read from the masks, {_UNPROVEN}")
+        coverage.made(topic, f"read from the masks, {_UNPROVEN}")
     else:
-        coverage.missed(TOPICS[rule.kind], _UNPROVEN)
+        coverage.missed(topic, _UNPROVEN)
 
 
 def _found(trial: Trial, rule: Rule, coverage: Coverage, told: set[Any]) -> Iterator[Finding]:
@@ -131,7 +132,7 @@ def _is_explained(trial: Trial, rule: Rule) -> bool:
 
     Both have a finding of their own.
     """
-    emptied = {}
+    emptied = dict[int, np.ndarray]()
     for number, call in enumerate(trial.calls):
         if call.hidden is None or call.out is None or call.hidden.shape != call.out.nan.shape:
             continue
