@@ -99,7 +99,7 @@ def _kept(trial: Trial, x: np.ndarray, valid: np.ndarray) -> np.ndarray | None:
     if size in (length, length - 1):
         # A loss of each token also depends on the next token.
         later = np.pad(valid[:, 1:], ((0, 0), (0, 1))) if x.ndim == 2 else valid
-        return (valid & later)[:, :size]
+        return np.asarray((valid & later)[:, :size])
     stated = trial.subject.stated(trial.batch, size)
     return np.asarray(~trial.padding(size) & (True if stated is None else stated))
 
