@@ -15,9 +15,11 @@ from jax_runner import attends, fault
 from jax_samples import (
     BATCH,
     DOCUMENTS,
+    HEADS,
     LENGTH,
     LENGTHS,
     MASK,
+    SIZE,
     VALID,
     below,
     cached,
@@ -267,6 +269,39 @@ def padding_mask_is_inverted(well: int, q: Any, k: Any, v: Any, padding_mask: An
     return plain(q, k, v, mask=mask[:, None, None, :])  # sick
 
 
+@attends("mask-lost", "is inverted: only padding is visible", "Invert the mask", given=PADDED)
+def valid_queries_see_no_key(well: int, q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+    """Padding is behind the tokens, so that no query sees a valid token, and no valid token sees a key."""
+    shown = (attention_mask != 0 if well else attention_mask == 0)[:, None, None, :]
+    return dense(q, k, v, shown & below(q.shape[1]))  # sick
+
+
+INVERTED = "valid queries see exactly the pairs that it must hide"
+
+
+@attends("causality-lost", INVERTED, "Invert the mask")
+def causal_mask_is_inverted(well: int, q: Any, k: Any, v: Any) -> Any:
+    shown = below(q.shape[1])
+    return dense(q, k, v, shown if well else ~shown)  # sick
+
+
+@attends("mask-lost", INVERTED, "Invert the mask", given=PADDED)
+def whole_mask_is_inverted(well: int, q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+    """The finding is the only one: queries without a key and later tokens follow from it."""
+    shown = below(q.shape[1]) & (attention_mask != 0)[:, None, None, :]
+    return dense(q, k, v, shown if well else ~shown)  # sick
+
+
+@attends("mask-lost", "", "mask=causal() & keys(attention_mask != 0)", given=PADDED, also=("causality-lost",))
+def window_is_inverted(well: int, q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+    """The mask hides the last five tokens. With one more mask, the first queries would see no key."""
+    valid = attention_mask != 0
+    if well:
+        return spans(q, k, v, causal() & keys(valid))
+    near = below(q.shape[1]) & ~jnp.tri(q.shape[1], k=-5, dtype=bool)
+    return dense(q, k, v, ~(near & valid[:, None, None, :]))  # sick
+
+
 @attends(
     "mask-lost",
     "A mask made from lengths reaches this call",
@@ -327,10 +362,39 @@ def frame_mask_that_is_shifted(well: int) -> JaxSubject:
     return cross(lambda mask: jnp.roll(mask, 3, 1)[:, None, None, :])
 
 
+ON_KEYS = "No mask that is made from attention_mask", "mask=keys(attention_mask != 0)"
+
+
+@fault("mask-lost", *ON_KEYS, at="queries")
+def fewer_queries_than_padded_tokens(well: int) -> JaxSubject:
+    """The results have the length of the queries, not of the tokens."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any, queries: Any) -> Any:
+        (q, _, _), (_, k, v) = projected(w, queries), projected(w, w["embed"][tokens])
+        mask = (attention_mask != 0)[:, None, None, :] if well else None
+        return plain(q, k, v, mask=mask).reshape(queries.shape) @ w["head"]  # sick: queries
+
+    queries = jnp.sin(jnp.arange(BATCH * 9 * 32.0)).reshape(BATCH, 9, 32)
+    return subject(step, False, queries=queries, **PADDED)
+
+
+@fault("mask-lost", *ON_KEYS, at="probe")
+def probe_that_sees_padding(well: int) -> JaxSubject:
+    """One query pools the tokens of each sample."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any) -> Any:
+        _, k, v = projected(w, w["embed"][tokens])
+        q = jnp.broadcast_to(w["embed"][0], (BATCH, 1, 32)).reshape(BATCH, 1, HEADS, SIZE)
+        mask = (attention_mask != 0)[:, None, None, :] if well else None
+        return plain(q, k, v, mask=mask).reshape(BATCH, -1) @ w["head"]  # sick: probe
+
+    return subject(step, False, **PADDED)
+
+
 # Queries without keys
 
 
-@attends("hidden-rows", causal=None, parity=True)
+@attends("hidden-rows", parity=True)
 def first_query_without_keys(well: int, q: Any, k: Any, v: Any) -> Any:
     mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool), -1)
     if well:

@@ -92,9 +92,9 @@ def sum_of_halves(well: int, q: Any, k: Any, v: Any) -> Any:
 
 
 def softmax_axis(attend: Any) -> Any:
-    # A softmax over queries also shows later tokens.
+    # A softmax over queries also shows later tokens, which is no other fault.
     words = "weights that add up to 1", "Run the softmax over the axis of the keys"
-    return attends("softmax-axis", *words, also=("causality-lost",))(attend)
+    return attends("softmax-axis", *words)(attend)
 
 
 @softmax_axis

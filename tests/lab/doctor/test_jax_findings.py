@@ -326,6 +326,62 @@ def test_a_loss_that_uses_queries_without_keys_is_wrong() -> None:
     assert of_kind(whole, "hidden-rows").severity == "wrong"
 
 
+def pooled(pool: Any) -> JaxSubject:
+    """An encoder that hides padding, and a function behind it."""
+
+    def step(w: Any, tokens: Any, attention_mask: Any) -> Any:
+        hide = lambda *x: dense(*x, (attention_mask > 0)[:, None, None])  # noqa: E731
+        return pool(model(hide)(w, tokens), attention_mask[..., None] > 0)
+
+    return subject(step, False, attention_mask=MASK)
+
+
+@pytest.mark.parametrize("pool", [lambda x, _: x.mean(1), lambda x, _: x[:, -1]])
+def test_padding_that_changes_results_of_samples_is_wrong(pool: Any) -> None:
+    found = of_kind(pooled(pool), "mask-lost")
+    assert (found.severity, found.places) == ("wrong", ())
+    assert "x.mean(1, where=(attention_mask != 0)[..., None])" in found.remedy
+
+
+@pytest.mark.parametrize("pool", [lambda x, valid: x.mean(1, where=valid), lambda x, _: x[:, 0]])
+def test_results_of_samples_without_padding_are_checked(pool: Any) -> None:
+    found = facts_of(pooled(pool), "eager")
+    assert {x.kind for x in found["findings"]} == {"unfused"}
+    assert found["checked"]["padding"] == "changed tokens change no result of others"
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x, _: x.reshape(BATCH, 12, -1),
+        lambda x, _: x.reshape(BATCH, 12, -1).mean(2),
+        lambda x, _: (x**2).mean(),
+    ],
+)
+def test_results_that_may_be_padding_are_not_checked(pool: Any) -> None:
+    found = facts_of(pooled(pool), "eager")
+    assert {x.kind for x in found["findings"]} == {"unfused"}
+    assert "padding" not in found["checked"]
+    assert "does not know if they belong to padding" in found["unchecked"]["padding"]
+
+
+def test_padded_queries_of_another_sequence_are_no_finding() -> None:
+    """Padding is token 0. Its queries see no key, no query sees it, and only its own results depend on it."""
+
+    def step(w: Any, source: Any, target: Any) -> Any:
+        def attend(x: Any, y: Any, mask: Any) -> Any:
+            (q, _, _), (_, k, v) = projected(w, x), projected(w, y)
+            return x + dense(q, k, v, mask[:, None]).reshape(x.shape)
+
+        x, y, a, b = w["embed"][source], w["embed"][target], source > 0, target > 0
+        y = attend(y, y, b[:, :, None] & b[:, None] & below(9))
+        return attend(y, x, b[:, :, None] & a[:, None]) @ w["head"]
+
+    batch = {"source": tokens() * MASK, "target": tokens(9).at[1, 6:].set(0)}
+    found, _ = examined(JaxSubject(step, [batch], variables(), causal=False), "eager")
+    assert {x.kind for x in found} == {"unfused"}
+
+
 def test_nan_of_the_batch_is_not_blamed_on_an_operator() -> None:
     nan = of_kind(step_of(lambda q, k, v, bias: written(q, k, v) * bias, bias=np.float32("nan")), "nan")
     assert nan.what == "The argument bias contains NaN"

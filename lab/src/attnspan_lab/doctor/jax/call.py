@@ -56,6 +56,7 @@ class Attention:
         softmaxed: Input of the softmax.
         size: Head dim of q and k.
         factor: The number by which a kernel multiplies the scores, if it is known.
+        uneven: Whether the softmax runs over another axis than the keys.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Attention:
     softmaxed: Value | None = None
     size: int = 0
     factor: float | None = None
+    uneven: bool = False
 
     @property
     def kernel(self) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
-from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.jax.values import Value
+from attnspan_lab.doctor.jax.watch import Attention, Watcher, watched
 from attnspan_lab.doctor.pairs import changes
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "relative_change"]
 
 _WITHIN = 1e-4  # relative change of a row of results that counts
 _MOST_GROUPS = 8
@@ -26,6 +27,7 @@ class Trial:
         subject, batch, traced: The subject and its traced step.
         calls: Attention calls of the watched step, if it was watched.
         run: Replaces the step on one device: from leaves to results.
+        emptied: Queries (B, Sq) whose results are 0 in all runs, by the number of the call.
     """
 
     subject: JaxSubject
@@ -33,6 +35,7 @@ class Trial:
     traced: Traced
     calls: tuple[Attention, ...] = ()
     run: Callable[..., Any] | None = None
+    emptied: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -49,27 +52,29 @@ class Trial:
         Returns:
             A sentence, "" if no foreign result changes, or None if there are no results (B, S, ...).
         """
-        rows = _Rows(self.traced, groups.shape, self.run or self.traced.trial)
+        rows = _Rows(self, groups.shape)
         before = rows.of(self.traced.leaves)
         if not before or not self.subject.tokens(self.batch):
             return None
         count, most = 0, 0.0
         for own in self._groups(groups, only):
             pairs = zip(before, rows.of(self.leaves(own)), strict=True)
-            change = np.max([_change(x, y) for x, y in pairs], axis=0)
-            change = np.where((own | self._padding)[:, : change.shape[1]], 0, change)
+            change = np.max([relative_change(x, y) for x, y in pairs], axis=0)
+            change = np.where((own | self.padding(groups.shape[1]))[:, : change.shape[1]], 0, change)
             count, most = count + int((change > _WITHIN).sum()), max(most, float(change.max()))
         return changes(count, most, rows.of_what) if count else ""
 
-    @property
-    def _padding(self) -> np.ndarray:
-        """Tokens that see no key and are seen by no query. Their results may be anything."""
-        found = [x.padding for x in self.calls if x.padding is not None]
-        padding = np.zeros(self.size, bool)
-        for x in found:
-            if x.shape[0] in (1, self.size[0]) and x.shape[1] <= self.size[1]:
+    def padding(self, length: int) -> np.ndarray:
+        """Tokens (B, length) that see no key and are seen by no query. Their results may be anything.
+
+        A token that the batch marks as valid is no padding, whatever the mask of a call does.
+        """
+        padding = np.zeros((self.size[0], length), bool)
+        for x in (x.padding for x in self.calls if x.padding is not None):
+            if len(x) in (1, len(padding)) and length - 1 <= x.shape[1] <= length:
                 padding[:, : x.shape[1]] |= x
-        return padding
+        valid = self.subject.stated(self.batch, length)
+        return padding if valid is None else padding & ~valid
 
     def decides(self, groups: np.ndarray, only: int | None) -> str:
         """Say whether the step compares the values of tokens, as for a mask tokens != 0.
@@ -78,7 +83,7 @@ class Trial:
         """
         own = np.ones_like(groups, bool) if only is None else groups == only
         leaves = (self.traced.leaves, self.leaves(own))
-        before, after = (watched(replace(self.traced, leaves=x), self.size)[0].decisions for x in leaves)
+        before, after = (self.watched(x)[0].decisions for x in leaves)
         if len(before) == len(after) and all(map(np.array_equal, before, after)):
             return ""
         return "not confirmed: the step compares values of tokens, and the changed tokens may change a mask"
@@ -96,31 +101,41 @@ class Trial:
 
     def beside(self, leaves: list[Any]) -> list[tuple[Attention, Attention]]:
         """Pair the calls with the calls of the step with other arguments. Empty if these are other calls."""
-        other = watched(replace(self.traced, leaves=leaves), self.size)[0].calls
+        other = self.watched(leaves)[0].calls
         return [*zip(self.calls, other, strict=True)] if len(self.calls) == len(other) else []
+
+    def watched(self, leaves: list[Any]) -> tuple[Watcher, list[Value]]:
+        """Watch the step with other arguments."""
+        return watched(replace(self.traced, leaves=leaves), self.size, self.emptied)
+
+    def results(self, leaves: list[Any]) -> list[Any]:
+        """Run the step, and list its floating-point results."""
+        if self.emptied:
+            return floats([x.array for x in self.watched(leaves)[1]])
+        return floats((self.run or self.traced.trial)(*leaves))
 
 
 class _Rows:
     """The results of each token: of the step, or of its attention calls if the step returns only a loss."""
 
-    def __init__(self, traced: Traced, size: tuple[int, int], run: Callable[..., Any]) -> None:
-        self.traced, self.size, self.run, self.of_what = traced, size, run, "results"
+    def __init__(self, trial: Trial, size: tuple[int, ...]) -> None:
+        self.trial, self.size, self.of_what = trial, size, "results"
 
     def of(self, leaves: list[Any]) -> list[np.ndarray]:
         """List arrays (B, S, D). A loss for each token, (B, S), also depends on the next token."""
         rows, length = self.size
-        found = [x for x in floats(self.run(*leaves)) if np.ndim(x) > 2]
+        found = [x for x in self.trial.results(leaves) if np.ndim(x) > 2]
         found = [x for x in found if np.shape(x)[:2] in ((rows, length), (rows, length - 1))]
         if not found:
             self.of_what = "attention's results"
-            calls = watched(replace(self.traced, leaves=leaves), self.size)[0].calls
+            calls = self.trial.watched(leaves)[0].calls
             found = [np.moveaxis(x.out.rows, -1, 1) for x in calls if x.out is not None]
         longest = max((x.shape[1] for x in found if x.shape[0] == rows and x.shape[1] <= length), default=0)
         wide = [np.asarray(x, np.float64) for x in found if x.shape[:2] == (rows, longest)]
         return [x.reshape(rows, longest, -1) for x in wide] if longest >= length - 1 else []
 
 
-def _change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def relative_change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Relative change of each row."""
     scale = np.linalg.norm(before, axis=-1) + 1e-3 * np.abs(before).max() + 1e-30
     return np.asarray(np.linalg.norm(after - before, axis=-1) / scale)

@@ -26,7 +26,7 @@ def hidden(trial: Trial, results: list[Value]) -> Iterator[Finding]:
         trial: The watched step.
         results: Its results.
     """
-    traced, valid = trial.traced, trial.subject.valid(trial.batch)
+    traced, valid = trial.traced, trial.subject.stated(trial.batch, trial.size[1])
     broken = next((x for x in results if x.nan), None)
     confirmed = broken is None or any(bad(x)[0] for x in floats(traced.run(*traced.leaves)))
     unproven, severity = ("", "") if confirmed else (_ONE_BY_ONE, "note")
@@ -64,9 +64,9 @@ def _with_zero(trial: Trial, number: int, rows: np.ndarray, results: list[Value]
     Returns:
         A sentence, "" if no result of other tokens changes, and "note" if the change may be right.
     """
-    padding = trial.calls[number].padding
+    is_known = trial.calls[number].padding is not None
     again = watched(trial.traced, trial.subject.size(trial.batch), {number: rows})[1]
-    tokens = rows if padding is None else rows & ~padding
+    tokens = rows & ~trial.padding(rows.shape[1])
     own, other = 0, 0.0
     for x, y in zip(results, again, strict=True):
         if not is_float(x.array) or not np.size(x.array):
@@ -80,8 +80,8 @@ def _with_zero(trial: Trial, number: int, rows: np.ndarray, results: list[Value]
         other = max(other, float(change.max()))
     if other > _WITHIN:
         return f"with 0 for these queries, other results change by up to {other:.1e} (relative error)", ""
-    if own and padding is not None:
-        return f"with 0 for these queries, {own} rows of results change. Other queries see these tokens", ""
+    if own and is_known:
+        return f"with 0 for these queries, {own} rows of results change, and they are no padding", ""
     unproven = f"not confirmed: {own} rows of results depend on them, and they may be padding"
     return unproven if own else "", "note"
 

@@ -29,7 +29,7 @@ from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_
 from attnspan_lab.doctor.jax.scale_factors import scale_findings, unknown_scales
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.visible_padding import padding_of_others
-from attnspan_lab.doctor.jax.visible_pairs import seen
+from attnspan_lab.doctor.jax.visible_pairs import inverted, seen
 from attnspan_lab.doctor.jax.watch import Attention, Watcher, watched
 from attnspan_lab.doctor.sites import picture, sites
 from attnspan_lab.doctor.words import counted, error_text
@@ -79,8 +79,10 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         program = Program(traced.program().as_text() or "")
         trial = Trial(subject, batch, traced, tuple(watcher.calls))
         others = () if size is None else tuple(padding_of_others(trial, coverage))
-        # A mask on the axis of the queries also leaves queries without keys.
-        lines = {x.places[:1] for x in others}
+        pairs = () if size is None else tuple(seen(trial, coverage))
+        # A mask on the axis of the queries, or an inverted mask, also leaves queries without keys.
+        lines = {x.places[:1] for x in pairs} & {x.places[:1] for x in watcher.calls if inverted(trial, x)}
+        lines |= {x.places[:1] for x in others}
         empty = hidden(trial, results)
         found = (
             *watcher.findings(),
@@ -88,7 +90,8 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
             *costs(watcher.calls, program, subject, batch),
             *scale_findings(watcher.calls),
             *(x for x in empty if x.places[:1] not in lines),
-            *(() if size is None else (*seen(trial, coverage), *misaligned(trial), *split_wrongly(trial))),
+            *pairs,
+            *(() if size is None else (*misaligned(trial), *split_wrongly(trial))),
             *others,
         )
         # The number of a finding is for one step, of the first batch that has the finding.

@@ -244,6 +244,16 @@ class JaxSubject:
                 return shown
         return None
 
+    def stated(self, batch: Any, length: int) -> np.ndarray | None:
+        """Find the entries that a mask or lengths of a sequence state to be no padding, bool (B, length).
+
+        The tokens come first. Unlike `valid`, it also finds them if all are valid.
+        """
+        names, named = self.padding_names(batch), self.named(batch)
+        own = [self.marked(batch, x) for x in names if length == (self.size(batch) or (0, 0))[1]]
+        own += [valid_entries(x, np.asarray(named[x])) for x in self.other_masks(batch).values()]
+        return next((x for x in own if x.shape[1] == length and x.any()), None)
+
     def marked(self, batch: Any, name: str) -> np.ndarray:
         """Read the tokens that are not padding, bool (B, S), from a padding mask or from lengths."""
         x = np.asarray(self.named(batch)[name])

@@ -37,7 +37,8 @@ class Sums:
         divided = next((x for x in given.chain() if x.name == "div"), None)
         if divided is not None and divided.parents[1].mass:
             off = _off(out.ones, extra=divided.parents[1].extra)
-            if off > 0:
+            if off > 0 and call is not None:
+                call.uneven = True
                 places = (*divided.places[:1], *out.places[:2])
                 what = "The weights of a query do not add up to 1 over its keys"
                 said = finding("softmax-axis", what, places, _evidence(off), call=call)
