@@ -107,8 +107,7 @@ class _Follow:
                     found.append(changed.any(-1).any(0))
                     continue
                 hidden = a <= highest_hiding(a)
-                for dim in (-1, -2):
-                    found.append(((changed | hidden).all(dim) & changed.any(dim)).any(0))
+                found += [((changed | hidden).all(d) & changed.any(d)).any(0) for d in (-1, -2)]
         return found
 
     def _grouped(self, x: Tensor) -> Tensor | None:
