@@ -176,7 +176,9 @@ def _joined(hints: Sequence[str]) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0].strip() if text.strip() else "no reason was given"
+    """Return the first line of an error, behind a line that only names the compiler's part that raised it."""
+    lines = (x.strip() for x in text.splitlines())
+    return next((x for x in lines if x and not x.endswith(" raised:")), "no reason was given")
 
 
 def _explained(reason: str) -> tuple[str, str, list[str], tuple[str, ...]]:
