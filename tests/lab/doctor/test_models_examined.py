@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from sick_axes import TOKENS_FIRST
+from sick_compiler import ByInference
 from sick_costs import SHARED, dropout, narrow_rotated, shared
 from sick_padding import PADDED, ours, shows_real
 from sick_positions import counted
@@ -28,6 +29,7 @@ from small_models import (
     model_of,
     of_segments,
     tokens,
+    written,
 )
 from torch import nn
 from torch_runner import CASES, case_finding, examined, found_in, grave, lines_of
@@ -447,6 +449,14 @@ def test_reads_of_a_library_that_break_the_graph_stay():
 
 
 # Lines and records
+
+
+@SLOW
+@pytest.mark.parametrize("attend", [fused, written])
+def test_attention_in_inference_mode_is_seen(attend):
+    facts = examined(model_of(attend, block=ByInference, expected={}))[1]
+    assert facts["attention calls"] == 1
+    assert facts["checked"]["attention"] == "1 call a step"
 
 
 def test_the_users_line_that_calls_a_library_is_named():
