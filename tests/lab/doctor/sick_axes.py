@@ -108,6 +108,9 @@ for _attend, _block, _says in (
 _FEW = latents(attends_here, Swapped, length=HEADS), latents(length=HEADS)
 sick("token-axis", attends_here, *_FEW, name="as many heads as tokens")
 sick("token-axis", written, latents(hidden_later, Split), latents(hidden_later), name="hides later keys")
+_NARROW = {"expected": {}, "dtype": torch.bfloat16}
+_MADE = model_of(written, Split, **_NARROW), model_of(written, Attend, **_NARROW)
+sick("token-axis", written, *_MADE, name="bfloat16")
 sick("token-axis", normed_causal, model_of(normed_causal, Swapped, layers=2))
 
 
