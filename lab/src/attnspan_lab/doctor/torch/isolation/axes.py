@@ -103,12 +103,12 @@ class _Follow:
                 a, b = self._grouped(self.call.given[name]), self._grouped(other.given[name])
                 if a is None or b is None or a.shape != b.shape:
                     return []
-                changed = a != b
+                differs = a != b
                 if self.call.is_torchs:
-                    found.append(changed.any(-1).any(0))
+                    found.append(differs.any(-1).any(0))
                     continue
                 shown = a > highest_hiding(a)
-                many = ((changed & shown).sum(d) / shown.sum(d) for d in (-1, -2))
+                many = ((differs & shown).sum(d) / shown.sum(d) for d in (-1, -2))
                 found += [(x >= _MOST).any(0) for x in many]
         return found
 
