@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from small_models import (
     CAUSAL,
     DIM,
+    EARLIER,
     HEADS,
     LENGTH,
     SDPA,
@@ -40,6 +41,10 @@ def attends_here(q, k, v):
 
 def normed_causal(q, k, v):
     return SDPA(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, is_causal=True)  # sick
+
+
+def hidden_later(q, k, v):
+    return written(q, k, v, EARLIER)
 
 
 class Swapped(Attend):
@@ -94,6 +99,7 @@ for _attend, _block, _says in (
     ),
     (written, Swapped, {}),
     (attends_here, Split, {"remedy": "view(B, S, heads, -1).transpose(1, 2)", "tried": _TRIED}),
+    (written, Split, {"tried": _TRIED, "evidence": "changes (head, query) (2, 0), (2, 1), (2, 2), (2, 3)"}),
     (attends_here, Merged, {"tried": "the result of query 12 changes token 12 alone"}),
     (written, Merged, {}),
 ):
@@ -101,6 +107,10 @@ for _attend, _block, _says in (
     sick("token-axis", _attend, latents(_attend, _block), *_RIGHT, name=_name, **_says)
 _FEW = latents(attends_here, Swapped, length=HEADS), latents(length=HEADS)
 sick("token-axis", attends_here, *_FEW, name="as many heads as tokens")
+sick("token-axis", written, latents(hidden_later, Split), latents(hidden_later), name="hides later keys")
+_NARROW = {"expected": {}, "dtype": torch.bfloat16}
+_MADE = model_of(written, Split, **_NARROW), model_of(written, Attend, **_NARROW)
+sick("token-axis", written, *_MADE, name="bfloat16")
 sick("token-axis", normed_causal, model_of(normed_causal, Swapped, layers=2))
 
 

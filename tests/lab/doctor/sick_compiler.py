@@ -150,6 +150,48 @@ _NESTED = model_of(block=NestedContexts), model_of(block=Saved)
 sick("compile-error", Checkpointed, *_NESTED, stage="compiled", right=model_of(), remedy=_PARTIAL)
 
 
+class Frequencies(Block):
+    """Complex rotary frequencies, made in no mode, that a forward pass in inference mode reads."""
+
+    def __init__(self, attend):
+        super().__init__(attend)
+        angles = torch.arange(LENGTH)[:, None] / 9.0 ** torch.arange(DIM // 2)
+        self.turns = torch.polar(torch.ones_like(angles), angles)
+
+    def rotated(self, x):
+        turns = self.turns[: x.shape[1]]  # sick
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(2)
+
+
+class ByInference(Frequencies):
+    @torch.inference_mode()
+    def forward(self, x):
+        return super().forward(self.rotated(x))
+
+
+class WithinInference(Frequencies):
+    def forward(self, x):
+        with torch.inference_mode():
+            return super().forward(self.rotated(x))
+
+
+class WithoutGradients(Frequencies):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(self.rotated(x))
+
+
+_FAILS = {
+    "what": "RuntimeError: Cannot set version_counter for inference tensor",
+    "remedy": "=Use torch.no_grad() instead of torch.inference_mode()",
+    "tried": "=with torch.no_grad() instead, all batches compile",
+}
+_RIGHT = model_of(block=WithoutGradients)
+for _block in (ByInference, WithinInference):
+    _made = model_of(block=_block), _RIGHT
+    sick("compile-error", Frequencies, *_made, name=_block.__name__, stage="compiled", right=_RIGHT, **_FAILS)
+
+
 # Recompilations: counters, lists and strings that change in each call
 
 

@@ -1,8 +1,11 @@
 """Healthy models have no finding. What was not checked has a reason, and remedies depend on the model."""
 
+import importlib
+
 import pytest
 import torch
 from sick_axes import TOKENS_FIRST
+from sick_compiler import ByInference
 from sick_costs import SHARED, dropout, narrow_rotated, shared
 from sick_padding import PADDED, ours, shows_real
 from sick_positions import counted
@@ -26,6 +29,7 @@ from small_models import (
     model_of,
     of_segments,
     tokens,
+    written,
 )
 from torch import nn
 from torch_runner import CASES, case_finding, examined, found_in, grave, lines_of
@@ -447,6 +451,14 @@ def test_reads_of_a_library_that_break_the_graph_stay():
 # Lines and records
 
 
+@SLOW
+@pytest.mark.parametrize("attend", [fused, written])
+def test_attention_in_inference_mode_is_seen(attend):
+    facts = examined(model_of(attend, block=ByInference, expected={}))[1]
+    assert facts["attention calls"] == 1
+    assert facts["checked"]["attention"] == "1 call a step"
+
+
 def test_the_users_line_that_calls_a_library_is_named():
     files = (
         "/x/site-packages/transformers/sdpa.py",
@@ -459,6 +471,45 @@ def test_the_users_line_that_calls_a_library_is_named():
     assert list(map(str, found.places)) == [lines[0], lines[2]]
     own = Finding("leak", "", (Place(files[2], 5),))
     assert with_caller(own, [call]) == own
+
+
+_LIBRARY = """
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def copied(x):
+    if x.sum().item() > 1e9:
+        return x
+    return x.repeat_interleave(4, 1)
+
+class OfLibrary(nn.Module):
+    def __init__(self, _):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return x + sdpa(q, copied(k[:, :1]), copied(v[:, :1])).transpose(1, 2).flatten(2)
+"""
+
+
+@SLOW
+def test_a_librarys_line_is_named_only_if_the_library_has_the_model(tmp_path, monkeypatch):
+    (folder := tmp_path / "site-packages").mkdir()
+    (folder / "library_of_test.py").write_text(_LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    library = importlib.import_module("library_of_test")
+
+    def attend(q, k, v):
+        k = library.copied(k[:, :1])  # called
+        return SDPA(q, k, library.copied(v[:, :1]))
+
+    called = lines_of((attend, "# called"))
+    for kind, stage, line in (("kv-copy", "eager", 8), ("graph-break", "compiled", 6)):
+        own = found_in(latents(attend), kind, stage).places
+        of_library = found_in(latents(block=library.OfLibrary), kind, stage).places
+        assert (own[0].file, [own[0].line]) == (__file__, called)
+        assert (of_library[0].file, of_library[0].line) == (library.__file__, line)
 
 
 @SLOW

@@ -64,8 +64,8 @@ def test_a_twin_is_healthy(twin, name):
         assert CHECKED[case.kind] in facts["checked"]["state" if case.kind == "state" else "decoding"]
     unchecked = facts.get("unchecked", {})
     assert not any("cannot be copied" in x for x in unchecked.values())
-    one_token = "no module around"  # A decode step of one token has nothing to follow.
-    assert unchecked.get("axes", one_token).startswith(one_token)
+    # A decode step of one token has nothing to follow. Windows and channels have layouts of their own.
+    assert any(x in unchecked.get("axes", "no module around") for x in ("no module around", "this layout"))
 
 
 def steps(factory):

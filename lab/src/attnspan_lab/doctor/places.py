@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -105,11 +105,43 @@ def is_installed(file: str) -> bool:
 
 
 def lines_of(frame: FrameType | None) -> Iterator[Place]:
-    """Yield the user's lines from a frame outwards, the innermost first."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
+    """Yield the user's lines from a frame outwards, the innermost first, without helpers of libraries."""
+
+    def lines(frame: FrameType | None) -> Iterator[tuple[Place, bool]]:
+        while frame is not None:
+            if is_users(file := frame.f_code.co_filename):
+                is_model = is_installed(file) and _is_in_model(frame)
+                yield Place(file, frame.f_lineno, frame.f_code.co_name), is_model
+            frame = frame.f_back
+
+    return _without_helpers(lines(frame))
+
+
+def _without_helpers(lines: Iterable[tuple[Place, bool]]) -> Iterator[Place]:
+    """Leave out lines of an installed library that the user's own code calls, such as the lines of einops.
+
+    Args:
+        lines: Lines, the innermost first, each with whether it belongs to a model of its library. If such a
+            line is nearer than the user's own code, the lines in it stay.
+    """
+    inner: list[Place] = []
+    for place, is_model in lines:
+        if not is_installed(place.file) and place.file.endswith(".py"):  # A command has no suffix.
+            yield place
+        elif is_model:
+            yield from (*inner, place)
+        else:
+            inner.append(place)
+            continue
+        inner.clear()
+    yield from inner
+
+
+def _is_in_model(frame: FrameType) -> bool:
+    """Whether a frame is a method of a module that has parameters."""
+    torch = sys.modules.get("torch")
+    x = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+    return torch is not None and isinstance(x, torch.nn.Module) and next(x.parameters(), None) is not None
 
 
 def place_here() -> Place | None:
@@ -123,9 +155,10 @@ def lines_here() -> list[str]:
 
 
 def lines_in(text: str) -> list[Place]:
-    """Find the user's lines in the text of a traceback, the innermost first."""
+    """Find the user's lines in the text of a traceback, the innermost first, without helpers of libraries."""
     found = [Place(x["file"], int(x["line"]), x["function"]) for x in _FILE_LINE.finditer(text)]
-    return [x for x in reversed(found) if is_users(x.file)]
+    lines = ((x, x.function in ("forward", "__call__")) for x in reversed(found) if is_users(x.file))
+    return list(_without_helpers(lines))
 
 
 def lines_of_error(error: BaseException) -> list[Place]:

@@ -16,6 +16,7 @@ from attnspan_lab.doctor.guarded import guarded, why_not_made
 from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.sites import picture, sites
 from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
+from attnspan_lab.doctor.torch.cost.inference_mode import with_no_grad
 from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
 from attnspan_lab.doctor.torch.cost.randomness import random_findings
 from attnspan_lab.doctor.torch.cost.recompiles import Trials, recompiles_in
@@ -211,7 +212,7 @@ def compiled(subject: Subject, say: Say, backend: str) -> None:
     ran = f"{counted(len(seconds), 'batch', 'batches')} of {len(subject.batches)}, traced with {backend}"
     say(facts=_counts(log) | _times(log, seconds) | {"checked": {"compiler": ran}})
     if error is not None:
-        say(finding=compile_error(error))
+        say(finding=with_no_grad(compile_error(error), before, backend))
     trials = Trials(log, before, backend)
     for finding in log.breaks:
         say(finding=trials.of_break(finding))

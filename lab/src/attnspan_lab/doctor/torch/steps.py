@@ -38,7 +38,8 @@ def run_compiled(
     torch._dynamo.reset()
     log, seconds, failed = CompilerLog(), [], None
     model = compiled_form(subject.model, backend, dynamic)
-    with log:
+    # A compiler that fails may leave inference mode switched on.
+    with log, torch.inference_mode(torch.is_inference_mode_enabled()):
         for batch in subject.batches:
             start = time.perf_counter()
             try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, sdpa
 from attnspan_lab.doctor.torch.recording.changes import stirred
 from attnspan_lab.doctor.words import listed
@@ -17,6 +18,7 @@ from attnspan_lab.doctor.words import listed
 __all__ = ["axis_findings", "source_of"]
 
 _Texts = tuple[str, str, str, str, str]  # what, evidence, cause, remedy and trial
+_MOST = 0.9  # In bfloat16, some scores of a changed query are rounded to the same numbers.
 _FOLLOWED = "a changed token was followed through each call, to see if heads and tokens are mixed up there"
 
 
@@ -36,9 +38,14 @@ def axis_findings(step: Step, coverage: Coverage, checked: set[Place]) -> Iterat
         if source is None or step.inputs[source].shape[1] < 2:
             coverage.absent("axes", f"no module around {call.place} receives several tokens (B, S, C)")
             continue
-        coverage.made("axes", _FOLLOWED)
+        follow = _Follow(step, call, source)
+        if follow.is_readable:
+            coverage.made("axes", _FOLLOWED)
+        else:
+            why = f"at {call.place}, {follow.shape}, and the module around it receives {follow.length} tokens"
+            coverage.missed("axes", f"{why}. The doctor does not know this layout")
         _regrouped(step, call, source, coverage)
-        found = _Follow(step, call, source).finding(), _one_head(step, call, source)
+        found = follow.finding(), _one_head(step, call, source)
         yield from (x for x in found if x is not None)
 
 
@@ -65,7 +72,10 @@ class _Follow:
         self.tokens = (self.length // 2, self.length - 1)
         rows = self._grouped(call.rows)
         self.sizes = (0, 0, 0, 0) if rows is None else tuple(rows.shape)
-        self.shape = f"q has shape {tuple(call.rows.shape)}"
+        self.shape = f"{'q has' if call.is_torchs else 'scores have'} shape {tuple(call.rows.shape)}"
+        # A softmax over another dim has its keys there.
+        over_keys = call.is_torchs or call.given["dim"] in (-1, call.rows.dim() - 1)
+        self.is_readable = over_keys and self.length in self.sizes[1:3]
 
     def finding(self) -> Finding | None:
         """Write the finding if heads and tokens are mixed up."""
@@ -80,7 +90,10 @@ class _Follow:
         return Finding("token-axis", what, at(self.call.place), (evidence,), cause, remedy, tried)
 
     def _into(self, token: int) -> list[Tensor]:
-        """Find the rows of each operand that a token changes, bool (X, Y). Empty for an unknown layout."""
+        """Find the rows of q, k and v that a token changes, bool (X, Y). Empty for an unknown layout.
+
+        A query changes the scores of its row that no mask hides, and a key such scores of its column.
+        """
         changed = stirred((self.batch, self.length), (slice(None), token))
         again = self.step.again(inject=(self.source, changed))
         found = []
@@ -90,7 +103,13 @@ class _Follow:
                 a, b = self._grouped(self.call.given[name]), self._grouped(other.given[name])
                 if a is None or b is None or a.shape != b.shape:
                     return []
-                found.append((a != b).any(-1).any(0))
+                differs = a != b
+                if self.call.is_torchs:
+                    found.append(differs.any(-1).any(0))
+                    continue
+                shown = a > highest_hiding(a)
+                many = ((differs & shown).sum(d) / shown.sum(d) for d in (-1, -2))
+                found += [(x >= _MOST).any(0) for x in many]
         return found
 
     def _grouped(self, x: Tensor) -> Tensor | None:
@@ -120,7 +139,7 @@ class _Follow:
             wanted = list(range(token * heads, (token + 1) * heads))
             return heads > 1 and length == self.length and x.flatten().nonzero().flatten().tolist() == wanted
 
-        return self.call.is_torchs and self._lands(fits)
+        return self.is_readable and self._lands(fits)
 
     def _is_merged(self) -> bool:
         """Whether a result (B, H, S, D) was viewed as (B, S, H * D): a query then lands in other tokens."""

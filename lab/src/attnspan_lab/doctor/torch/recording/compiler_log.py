@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attnspan_lab.doctor.findings import KINDS, Finding
-from attnspan_lab.doctor.places import Place, is_users, lines_in, lines_of_error
+from attnspan_lab.doctor.places import Place, is_installed, is_users, lines_in, lines_of_error
 
 __all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
 
@@ -137,7 +137,8 @@ class CompilerLog(logging.Handler):
         found = lines_in(user or _part(text, "The graph break occurred in the following user code:"))
         if (said := _BREAK.search(text)) and is_users(said["file"]):
             function = found[0].function if found else ""
-            found.insert(0, Place(said["file"], int(said["line"]), function))
+            # A library's line may be in a helper that the first line calls.
+            found.insert(is_installed(said["file"]), Place(said["file"], int(said["line"]), function))
         places = tuple({(x.file, x.line): x for x in found}.values())[:4]
         if all(x.places[:1] == places[:1] for x in self.breaks):  # No other break came before.
             hints = [x for x in hints if "earlier graph break" not in x]
@@ -175,7 +176,9 @@ def _joined(hints: Sequence[str]) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0].strip() if text.strip() else "no reason was given"
+    """Return the first line of an error, behind a line that only names the compiler's part that raised it."""
+    lines = (x.strip() for x in text.splitlines())
+    return next((x for x in lines if x and not x.endswith(" raised:")), "no reason was given")
 
 
 def _explained(reason: str) -> tuple[str, str, list[str], tuple[str, ...]]:

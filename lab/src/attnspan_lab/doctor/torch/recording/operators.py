@@ -88,7 +88,13 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, start = kwargs or {}, time.perf_counter()
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and isinstance(op, torch._ops.OpOverload):
+            with self:  # In inference mode, operators that are made of others arrive whole.
+                out = op.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        start = time.perf_counter()
         out = op(*args, **kwargs)
         self.note(Operation(op, args, kwargs, out, time.perf_counter() - start))
         return out
