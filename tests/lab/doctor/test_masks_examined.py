@@ -18,7 +18,7 @@ from sick_masks import (
     with_attention,
 )
 from sick_padding import mean, pooled
-from small_models import EARLIER, LENGTH, SDPA, Model, builder, fused, model_of, tokens
+from small_models import EARLIER, HEADS, LENGTH, SDPA, SIZE, Model, builder, fused, model_of, tokens, written
 from torch import nn
 from torch_runner import examined, found_in, grave
 
@@ -194,6 +194,22 @@ def test_a_mask_of_the_batch_may_differ_in_another_batch():
     valid = (torch.arange(LENGTH) < 20).long().expand(2, -1)
     found, _ = examined(model_of(attend, expected={"causal": False}, batch={"attention_mask": valid}))
     assert all("equal copies" not in y for x in found for y in x.evidence)
+
+
+class Pooling(nn.Module):
+    """One query for all tokens, with a row of scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.ones(1, HEADS, 1, SIZE))
+
+    def forward(self, q, k, v):
+        return q + written(self.query.expand(len(q), -1, -1, -1), k, v)
+
+
+@SLOW
+def test_one_query_stores_no_scores_of_all_pairs():
+    assert examined(model_of(Pooling(), expected={}))[0] == ()
 
 
 # The time to make a mask

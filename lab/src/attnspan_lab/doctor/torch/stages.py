@@ -20,7 +20,7 @@ from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
 from attnspan_lab.doctor.torch.cost.randomness import random_findings
 from attnspan_lab.doctor.torch.cost.recompiles import Trials, recompiles_in
 from attnspan_lab.doctor.torch.isolation.packing import position_findings
-from attnspan_lab.doctor.torch.masks.call_costs import findings_of, with_caller
+from attnspan_lab.doctor.torch.masks.call_costs import findings_of, sites_of, with_caller
 from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
 from attnspan_lab.doctor.torch.masks.written_out import written_findings
 from attnspan_lab.doctor.torch.matrix import FACTORS, Cell, all_cells, covering, explained, failure, smallest
@@ -61,7 +61,11 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             say(finding=with_caller(finding, checks.calls))
 
     calls = largest = 0
-    for batch in _distinct(subject):
+    chosen = _distinct(subject)
+    for batch in [*subject.more, *subject.batches]:
+        if not any(batch is x for x in chosen):
+            checks.add(subject, batch)
+            continue
         with _repeatable(subject, batch) as error:
             if error is not None:
                 tell([_raised(error)])
@@ -142,6 +146,14 @@ class _Checks:
         else:
             why = "no parameter has a gradient" if backward else "the backward pass raises"
             coverage.absent("gradients", why)
+
+    def add(self, subject: Subject, batch: Any) -> None:
+        """Run the forward pass of another batch. Remedies of masks must also hold in its calls."""
+        watcher = _watched(subject, batch, self.coverage, backward=False)
+        if watcher is not None:
+            self.calls += watcher.calls
+            for site in sites_of(watcher, subject, batch):
+                self.masks.add(site)
 
     def last(self) -> Iterator[Finding]:
         """Yield the findings on all batches."""
