@@ -497,8 +497,8 @@ class Kept(nn.Module):
 
 
 @builder
-def kept(attend, starts, around=torch.enable_grad, *, frozen=True):
-    """Make a frozen decoder and its steps: new sequences, parts of a prompt, and steps of one token."""
+def kept(attend, starts, around=torch.enable_grad, *, frozen=True, training=True):
+    """Make a decoder and its steps: new sequences, parts of a prompt, and steps of one token."""
 
     class Decoder(Model):
         @around()
@@ -507,7 +507,7 @@ def kept(attend, starts, around=torch.enable_grad, *, frozen=True):
 
     ((ids,),) = (x.values() for x in tokens())
     batches = [{"input_ids": ids[:, a:b], "start": a} for a, b in starts]
-    return Decoder(Kept(attend)).requires_grad_(not frozen), batches, CAUSAL
+    return Decoder(Kept(attend)).requires_grad_(not frozen).train(training), batches, CAUSAL
 
 
 def by_product(q, k, v, mask):

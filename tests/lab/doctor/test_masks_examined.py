@@ -9,12 +9,16 @@ from sick_masks import (
     OTHERS,
     PACKED,
     SPELLINGS,
+    STEPS,
     LearnedBias,
     OtherSequence,
     Static,
+    by_product,
     document_case,
     documents_unseen,
     finite_number,
+    in_prefill,
+    kept,
     with_attention,
 )
 from sick_padding import mean, pooled
@@ -194,6 +198,33 @@ def test_a_mask_of_the_batch_may_differ_in_another_batch():
     valid = (torch.arange(LENGTH) < 20).long().expand(2, -1)
     found, _ = examined(model_of(attend, expected={"causal": False}, batch={"attention_mask": valid}))
     assert all("equal copies" not in y for x in found for y in x.evidence)
+
+
+def with_graphs(*, training):
+    """A prefill and decode steps whose cache keeps the graph of the step before."""
+    return kept(in_prefill(by_product), STEPS["decode"][0], frozen=False, training=training)
+
+
+@SLOW
+def test_a_decode_step_behind_a_graph_is_examined_without_gradients():
+    found, facts = examined(with_graphs(training=False))
+    forms = found_in(with_graphs(training=False), "dense-mask")
+    assert {x.kind for x in found} == {"unfused", "dense-mask"}
+    assert "is_causal=True, without attn_mask: it would change results of 2 of 3 calls" in forms.tried
+    assert facts["checked"]["gradients"] == "the backward pass ran"
+    assert facts["unchecked"]["gradients of decode steps"].startswith(
+        "a batch is a decode step whose cache holds"
+    )
+    assert facts["unchecked"]["kept tensors"].startswith("the doctor repeats the step")
+    assert "other keys" not in facts["unchecked"]
+
+
+@SLOW
+def test_a_training_step_behind_a_graph_raises():
+    found, _ = examined(with_graphs(training=True))
+    assert {x.kind for x in found} == {"error", "unfused", "dense-mask"}
+    assert "x.detach()" in found[0].remedy
+    assert found[0].what.endswith("after they have already been freed)")
 
 
 class Pooling(nn.Module):
