@@ -243,6 +243,45 @@ def test_one_query_stores_no_scores_of_all_pairs():
     assert examined(model_of(Pooling(), expected={}))[0] == ()
 
 
+class SharedByBatch(nn.Module):
+    """Learned queries, or learned keys and values, of all batch elements. The product copies them."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names, self.own = names, nn.Parameter(torch.randn(1, HEADS, LENGTH, SIZE))
+
+    def forward(self, q, k, v):
+        given = {"q": q, "k": k, "v": v} | dict.fromkeys(self.names, self.own.expand(len(q), -1, -1, -1))
+        return q + v + written(**given)
+
+
+@SLOW
+@pytest.mark.parametrize("names", ["q", "kv"])
+def test_tensors_that_batch_elements_share_are_no_copied_keys(names):
+    found, _ = examined(model_of(SharedByBatch(names), expected={}))
+    assert "unfused" in {x.kind for x in found}
+    assert "kv-copy" not in {x.kind for x in found}
+
+
+def keys_only(number):
+    """A mask of keys that is expanded to all queries and heads as a view, bool or floating-point."""
+
+    def attend(q, k, v, attention_mask):
+        shown = (attention_mask != 0)[:, None, None]
+        mask = shown if number is None else torch.where(shown, 0.0, number)
+        return SDPA(q, k, v, attn_mask=mask.expand(len(q), HEADS, LENGTH, LENGTH))
+
+    return attend
+
+
+@SLOW
+@pytest.mark.parametrize("number", [None, -1e9])
+def test_a_view_of_a_mask_of_keys_is_not_dense(number):
+    attend, batch = keys_only(number), {"attention_mask": (torch.arange(LENGTH) < 20).long().expand(2, -1)}
+    found, _ = examined(model_of(attend, expected={"causal": False}, batch=batch))
+    assert "dense-mask" not in {x.kind for x in found}
+
+
 # The time to make a mask
 
 

@@ -35,7 +35,7 @@ def product(record: Record, operation: Operation, scores: Attention | None) -> N
         call.in_multihead = on_stack(_MULTIHEAD)
         call.score_count, call.products = out.numel(), first_scores(out)
         call.key = k.mT if record.keeps_keys or q.shape[-2] != k.shape[-1] else None
-        record.operands(call, [q, k])
+        record.operands(call, [q, k], q)
         record.tags[storage(out)].scores = call
 
 
