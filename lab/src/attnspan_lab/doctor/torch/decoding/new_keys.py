@@ -39,7 +39,7 @@ def own_pairs(
     for i, x in cached:
         if isinstance(keys, str):
             coverage.missed("keys of a cache", f"{keys}, so the call at {x.place} was not examined")
-        elif (start := _first_own(keys[i], x.visible.shape[2], length)) is not None:
+        elif (start := _first_own(keys[i], x.visible.shape[2], length)) is not None:  # type: ignore[union-attr]
             x.first_own = start
             found[x] = _by_element(x.visible[..., start : start + length], rows)  # type: ignore[index]
         else:

@@ -24,6 +24,8 @@ PAIRS = 2**24
 _COPIES = {
     *("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "cat", "stack"),
     *("index", "index_select", "gather"),
+    # In inference mode, torch does not split these into other operators.
+    *("repeat_interleave", "reshape", "flatten"),
 }
 
 
@@ -88,7 +90,7 @@ class Record:
             same = next((t.upcast for t in known if t.upcast is not None), None)
             narrow, wide = min(floats, default=0), max(floats, default=0)
             tag.upcast = place if 0 < narrow < x.itemsize else same if wide <= x.itemsize else None
-        if name in _COPIES and inputs:
+        if name in _COPIES and inputs and x.is_floating_point():
             before = next((t for t in known if t.repeated), tag)
             tag.repeated, tag.source = before.repeated, before.source
             joins = name in ("cat", "stack")
