@@ -365,6 +365,22 @@ for _name, (_copied, _said) in COPIED.items():
         sick("kv-copy", _copied, _made, name=_name, remedy=_said or GQA)
 
 
+@builder
+def in_inference(attend):
+    class Decoder(Model):
+        @torch.inference_mode()
+        def forward(self, input_ids):
+            return super().forward(input_ids)
+
+    return Decoder(attend, **SHARED), tokens()
+
+
+for _name in ("tiled", "interleaved", "grouped by view"):
+    _copied, _said = COPIED[_name]
+    _made = in_inference(written_with_copies(_copied))
+    sick("kv-copy", _copied, _made, name=f"{_name}, in inference mode", remedy=_said or GQA)
+
+
 # Copies that only make operands contiguous
 
 

@@ -480,6 +480,81 @@ sick("dense-mask", from_the_end, cached(from_the_end), cached(OURS), remedy="mas
      tried=(*FORM.values(), "is_causal=True, without attn_mask: results would differ by"))  # fmt: skip
 
 
+class Kept(nn.Module):
+    """Attention to keys that this call and earlier calls wrote."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+        for name in "kv":
+            self.register_buffer(name, torch.zeros(2, HEADS, LENGTH, SIZE))
+
+    def forward(self, q, k, v, start):
+        end = start + q.shape[2]
+        for store, new in (self.k, k), (self.v, v):
+            store[:, :, start:end] = new
+        return self.attend(q, self.k[:, :, :end], self.v[:, :, :end])
+
+
+@builder
+def kept(attend, starts, around=torch.enable_grad, *, frozen=True, training=True):
+    """Make a decoder and its steps: new sequences, parts of a prompt, and steps of one token."""
+
+    class Decoder(Model):
+        @around()
+        def forward(self, input_ids, **given):
+            return super().forward(input_ids, **given)
+
+    ((ids,),) = (x.values() for x in tokens())
+    batches = [{"input_ids": ids[:, a:b], "start": a} for a, b in starts]
+    return Decoder(Kept(attend)).requires_grad_(not frozen).train(training), batches, CAUSAL
+
+
+def by_product(q, k, v, mask):
+    scores = q @ k.mT / SIZE**0.5
+    scores = scores if mask is None else scores + mask
+    return scores.softmax(-1) @ v  # sick
+
+
+def by_einsum(q, k, v, mask):
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / SIZE**0.5
+    scores = scores if mask is None else scores + mask
+    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)  # sick
+
+
+def in_prefill(attend):
+    """Only calls with several queries have a mask."""
+
+    def masked(q, k, v):
+        many, k_len = q.shape[2], k.shape[2]
+        mask = None
+        if many > 1:
+            mask = torch.full((many, k_len), -torch.inf).triu(k_len - many + 1)  # sick
+        return attend(q, k, v, mask)
+
+    return masked
+
+
+#: Tokens of each step, and the text of the trial. torch's form breaks a step with the shapes of an earlier
+#: step ("parts"), or the fourth step with other shapes ("late").
+STEPS = {
+    "decode": (((0, 12), (12, 13), (13, 14)), "it would change results of 2 of 3 calls of this line"),
+    "parts": (((0, 8), (8, 16), (16, 24)), "hides other pairs in some calls"),
+    "late": (((0, 8), (0, 10), (0, 12), (12, 13)), "it would change results of 1 of 4 calls of this line"),
+}
+_AROUND = (torch.enable_grad, torch.no_grad, torch.inference_mode)
+for _name, (_starts, _refused) in STEPS.items():
+    _well = kept(OURS, _starts)
+    for _attend, _around in [(by_product, x) for x in _AROUND] + [(by_einsum, torch.no_grad)]:
+        _made, _call = kept(in_prefill(_attend), _starts, _around), f"{_name} {_attend.__name__}"
+        sick("dense-mask", in_prefill, _made, _well, name=f"{_call} {_around.__name__}",
+             remedy="=Pass mask=causal() to attnspan.torch.attention",
+             tried=f"=these forms: they hide the same pairs in {len(_starts)} calls; is_causal=True, without "
+             f"attn_mask: {_refused}")  # fmt: skip
+        sick("unfused", _attend, _made, _well, name=f"{_call} {_around.__name__}",
+             remedy="attn_mask=(your mask)", not_remedy="is_causal")  # fmt: skip
+
+
 @attends("dense-mask", by_mask(window(6)), remedy="mask=window(6)", **FORM)
 def window_mask(q, k, v):
     mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril().triu(-6)  # sick

@@ -20,6 +20,7 @@ from attnspan_lab.doctor.findings import merged
 from attnspan_lab.doctor.process import Stage, _crash
 from attnspan_lab.doctor.run import _in_library
 from attnspan_lab.doctor.torch.subject import load
+from attnspan_lab.doctor.words import first_line
 
 HERE = Path(__file__).parent
 #: Each stage has a process of its own, which is forked: no interpreter starts.
@@ -360,3 +361,15 @@ def test_a_script_that_exits_says_its_exit_code(tmp_path: Path) -> None:
     path.write_text("import sys\nsys.exit('no such data')\n")
     with pytest.raises(ValueError, match="before the script ended with 'no such data'"):
         load(str(path))
+
+
+def test_an_error_is_cut_between_sentences():
+    long, longer = f"Expected {'a, ' * 60}b", "x" * 3000
+    said = {
+        "Got 0.5. Pass 1.": "Got 0.5. Pass 1",
+        f"{long}. Pass b.": long,
+        f"Got a. {long}.": "Got a",
+        longer: f"{longer[:1200]}...",
+        "": "ValueError",
+    }
+    assert {x: first_line(ValueError(x)) for x in said} == said

@@ -9,16 +9,20 @@ from sick_masks import (
     OTHERS,
     PACKED,
     SPELLINGS,
+    STEPS,
     LearnedBias,
     OtherSequence,
     Static,
+    by_product,
     document_case,
     documents_unseen,
     finite_number,
+    in_prefill,
+    kept,
     with_attention,
 )
 from sick_padding import mean, per_image, pooled
-from small_models import EARLIER, LENGTH, SDPA, Model, builder, fused, model_of, tokens
+from small_models import EARLIER, HEADS, LENGTH, SDPA, SIZE, Model, builder, fused, model_of, tokens, written
 from torch import nn
 from torch_runner import examined, found_in, grave
 
@@ -205,6 +209,88 @@ def test_a_mask_of_the_batch_may_differ_in_another_batch():
     valid = (torch.arange(LENGTH) < 20).long().expand(2, -1)
     found, _ = examined(model_of(attend, expected={"causal": False}, batch={"attention_mask": valid}))
     assert all("equal copies" not in y for x in found for y in x.evidence)
+
+
+def with_graphs(*, training):
+    """A prefill and decode steps whose cache keeps the graph of the step before."""
+    return kept(in_prefill(by_product), STEPS["decode"][0], frozen=False, training=training)
+
+
+@SLOW
+def test_a_decode_step_behind_a_graph_is_examined_without_gradients():
+    found, facts = examined(with_graphs(training=False))
+    forms = found_in(with_graphs(training=False), "dense-mask")
+    assert {x.kind for x in found} == {"unfused", "dense-mask"}
+    assert "is_causal=True, without attn_mask: it would change results of 2 of 3 calls" in forms.tried
+    assert facts["checked"]["gradients"] == "the backward pass ran"
+    assert facts["unchecked"]["gradients of decode steps"].startswith(
+        "a batch is a decode step whose cache holds"
+    )
+    assert facts["unchecked"]["kept tensors"].startswith("the doctor repeats the step")
+    assert "other keys" not in facts["unchecked"]
+
+
+@SLOW
+def test_a_training_step_behind_a_graph_raises():
+    found, _ = examined(with_graphs(training=True))
+    assert {x.kind for x in found} == {"error", "unfused", "dense-mask"}
+    assert "x.detach()" in found[0].remedy
+    assert found[0].what.endswith("after they have already been freed)")
+
+
+class Pooling(nn.Module):
+    """One query for all tokens, with a row of scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.ones(1, HEADS, 1, SIZE))
+
+    def forward(self, q, k, v):
+        return q + written(self.query.expand(len(q), -1, -1, -1), k, v)
+
+
+@SLOW
+def test_one_query_stores_no_scores_of_all_pairs():
+    assert examined(model_of(Pooling(), expected={}))[0] == ()
+
+
+class SharedByBatch(nn.Module):
+    """Learned queries, or learned keys and values, of all batch elements. The product copies them."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names, self.own = names, nn.Parameter(torch.randn(1, HEADS, LENGTH, SIZE))
+
+    def forward(self, q, k, v):
+        given = {"q": q, "k": k, "v": v} | dict.fromkeys(self.names, self.own.expand(len(q), -1, -1, -1))
+        return q + v + written(**given)
+
+
+@SLOW
+@pytest.mark.parametrize("names", ["q", "kv"])
+def test_tensors_that_batch_elements_share_are_no_copied_keys(names):
+    found, _ = examined(model_of(SharedByBatch(names), expected={}))
+    assert "unfused" in {x.kind for x in found}
+    assert "kv-copy" not in {x.kind for x in found}
+
+
+def keys_only(number):
+    """A mask of keys that is expanded to all queries and heads as a view, bool or floating-point."""
+
+    def attend(q, k, v, attention_mask):
+        shown = (attention_mask != 0)[:, None, None]
+        mask = shown if number is None else torch.where(shown, 0.0, number)
+        return SDPA(q, k, v, attn_mask=mask.expand(len(q), HEADS, LENGTH, LENGTH))
+
+    return attend
+
+
+@SLOW
+@pytest.mark.parametrize("number", [None, -1e9])
+def test_a_view_of_a_mask_of_keys_is_not_dense(number):
+    attend, batch = keys_only(number), {"attention_mask": (torch.arange(LENGTH) < 20).long().expand(2, -1)}
+    found, _ = examined(model_of(attend, expected={"causal": False}, batch=batch))
+    assert "dense-mask" not in {x.kind for x in found}
 
 
 # The time to make a mask

@@ -10,7 +10,7 @@ from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.words import error_text
 
-__all__ = ["guarded", "why_not_made"]
+__all__ = ["guarded", "is_of_freed_graph", "why_not_made"]
 
 
 def guarded(topic: str, check: Iterable[Finding], coverage: Coverage) -> Iterator[Finding]:
@@ -29,8 +29,18 @@ def guarded(topic: str, check: Iterable[Finding], coverage: Coverage) -> Iterato
         coverage.missed(topic, why_not_made(error))
 
 
+def is_of_freed_graph(error: BaseException) -> bool:
+    """Whether a backward pass of torch reached a graph that an earlier backward pass has freed."""
+    return isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error)
+
+
 def why_not_made(error: BaseException) -> str:
     """Write why a check was not made. Your step ran without this error before the check."""
+    if is_of_freed_graph(error):
+        return (
+            "the doctor repeats the step, and the model keeps tensors of the graph of the step before, "
+            "such as a cache. The backward pass of that step has freed the graph"
+        )
     lines = lines_of_error(error)
     where = f", while it ran {lines[0]}" if lines else ""
     return f"the doctor's check raises {error_text(error)}{where}. Your own step does not raise"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ __all__ = [
     "for_long",
     "listed",
     "lowered",
+    "whole_sentences",
 ]
 
+_SENTENCES = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
 _LONG = 32_768  # tokens, for which memory is predicted
 
 
@@ -57,8 +60,24 @@ def for_long(size: int, dims: int = 2) -> str:
 
 
 def first_line(error: BaseException, most: int = 120) -> str:
-    """Return the first line of an error's message, or its type, with at most this many characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+    """Return the first line of an error's message, or its type, without its later sentences if it is long."""
+    return whole_sentences((str(error).strip().splitlines() or [type(error).__name__])[0], most)
+
+
+def whole_sentences(text: str, most: int) -> str:
+    """Keep the first sentences of a text, without the last full stop.
+
+    Args:
+        text: The text.
+        most: Maximum number of characters. A longer first sentence stays whole, up to 10 times as many
+            characters. A cut sentence ends with "...".
+    """
+    kept, *more = _SENTENCES.split(text)
+    for sentence in more:
+        if len(kept) + len(sentence) >= most:
+            break
+        kept = f"{kept} {sentence}"
+    return kept.removesuffix(".") if len(kept) <= 10 * most else f"{kept[: 10 * most]}..."
 
 
 def error_text(error: BaseException, most: int = 200) -> str:

@@ -26,7 +26,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, lines_of_error, place_here
 from attnspan_lab.doctor.torch.recording.compiler_log import CompilerLog
 from attnspan_lab.doctor.torch.subject import Subject, load
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, whole_sentences
 
 __all__ = ["compare_ranks"]
 
@@ -109,11 +109,12 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
         yield from unlike
         return
     first, *rest = wrong.failed.splitlines()
+    first = whole_sentences(first, 300)
     for finding in unlike:  # The findings that explain the failure come first.
-        yield replace(finding, evidence=(*finding.evidence, f"the step fails: {first[:200]}"))
+        yield replace(finding, evidence=(*finding.evidence, f"the step fails: {first}"))
     if wrong.misused:
         what, cause = (
-            f"The results of the step cannot be compared: {first[:300]}",
+            f"The results of the step cannot be compared: {first}",
             "The step returns other tensors",
         )
         yield Finding("error", what, wrong.places, (), cause, first.rpartition(". ")[2])
@@ -123,7 +124,10 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
         evidence = (*filter(None, (". ".join(more),)), *rest)
         yield Finding("rank-rows", what, at(*(x.place for x in wrong.calls))[:1], evidence)
     else:
-        what, cause = f"The step raises on two ranks: {first[:300]}", "The step may still run on one rank"
+        what, cause = (
+            f"The step raises on two ranks: {first}",
+            "The step may still run on one rank",
+        )
         yield Finding("error", what, wrong.places, tuple(rest), cause)
 
 

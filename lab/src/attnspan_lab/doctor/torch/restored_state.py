@@ -61,7 +61,7 @@ class State:
             return
         self._seen.add(id(x))  # The value may contain itself.
         if is_tensor:
-            if not x.is_inference() and x.layout == torch.strided and x.grad_fn is None:
+            if not x.is_inference() and x.layout == torch.strided:
                 self._tensors.append(_Kept(x))
         elif isinstance(x, list):
             self._lists.append((x, x.copy()))
@@ -78,9 +78,12 @@ class _Kept:
 
     def __init__(self, x: Tensor) -> None:
         self.tensor, self.contents, self.version = x, x.detach().clone(), x._version
+        self.has_graph = x.grad_fn is not None
 
     def restore(self) -> None:
         x = self.tensor
+        if x.grad_fn is not None and not self.has_graph and not x._is_view():
+            x.detach_()  # A step wrote into it. The graph of this step is not part of the state before.
         if x._version != self.version and x.shape == self.contents.shape:
             with torch.no_grad():
                 x.copy_(self.contents)

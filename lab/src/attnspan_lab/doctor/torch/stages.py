@@ -12,7 +12,7 @@ import torch
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.guarded import guarded, why_not_made
+from attnspan_lab.doctor.guarded import guarded, is_of_freed_graph, why_not_made
 from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.sites import picture, sites
 from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
@@ -21,7 +21,7 @@ from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
 from attnspan_lab.doctor.torch.cost.randomness import random_findings
 from attnspan_lab.doctor.torch.cost.recompiles import Trials, recompiles_in
 from attnspan_lab.doctor.torch.isolation.packing import position_findings
-from attnspan_lab.doctor.torch.masks.call_costs import findings_of, with_caller
+from attnspan_lab.doctor.torch.masks.call_costs import findings_of, sites_of, with_caller
 from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
 from attnspan_lab.doctor.torch.masks.written_out import written_findings
 from attnspan_lab.doctor.torch.matrix import FACTORS, Cell, all_cells, covering, explained, failure, smallest
@@ -42,7 +42,7 @@ from attnspan_lab.doctor.torch.steps import (
 )
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.torch.swap import implementation, swapped
-from attnspan_lab.doctor.words import counted, error_text
+from attnspan_lab.doctor.words import counted, error_text, first_line
 from attnspan_lab.zoo.step import Outcome, differences
 from attnspan_lab.zoo.watch import profiled
 
@@ -50,6 +50,10 @@ __all__ = ["STAGES", "Say", "compiled", "cure", "eager", "features", "parity", "
 
 Say = Callable[..., None]
 _OPERATOR = "attnspan::attention"
+_KEPT_GRAPH = (
+    "a batch is a decode step whose cache holds tensors of the graph of an earlier step. The backward pass "
+    "of that step has freed the graph, so the doctor examined the decode step without gradients"
+)
 
 
 def eager(subject: Subject, say: Say, backend: str) -> None:
@@ -62,11 +66,19 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             say(finding=with_caller(finding, checks.calls))
 
     calls = largest = 0
-    for batch in _distinct(subject):
+    chosen = _distinct(subject)
+    for batch in [*subject.more, *subject.batches]:
+        if not any(batch is x for x in chosen):
+            checks.add(subject, batch)
+            continue
         with _repeatable(subject, batch) as error:
             if error is not None:
-                tell([_raised(error)])
-                if not step_runs(subject, batch, backward=False):
+                runs = step_runs(subject, batch, backward=False)
+                if runs and not subject.model.training and is_of_freed_graph(error):
+                    checks.coverage.missed("gradients of decode steps", _KEPT_GRAPH)
+                else:
+                    tell([_raised(error)])
+                if not runs:
                     return
             watcher = _watched(subject, batch, checks.coverage, backward=error is None)
             if watcher is None:
@@ -144,6 +156,14 @@ class _Checks:
             why = "no parameter has a gradient" if backward else "the backward pass raises"
             coverage.absent("gradients", why)
 
+    def add(self, subject: Subject, batch: Any) -> None:
+        """Run the forward pass of another batch. Remedies of masks must also hold in its calls."""
+        watcher = _watched(subject, batch, self.coverage, backward=False)
+        if watcher is not None:
+            self.calls += watcher.calls
+            for site in sites_of(watcher, subject, batch):
+                self.masks.add(site)
+
     def last(self) -> Iterator[Finding]:
         """Yield the findings on all batches."""
         yield from written_findings(self.calls)
@@ -199,6 +219,11 @@ def _masks_of(subject: Subject, batch: Any) -> list[Any]:
 
 def _raised(error: BaseException) -> Finding:
     remedy = ""
+    if is_of_freed_graph(error):
+        remedy = (
+            "If you train with these steps, detach the tensors that the model keeps from the step before: "
+            "x.detach(). If they are decode steps, return the model in evaluation mode: model.eval()"
+        )
     if "FlexAttention does not support backward on CPU" in str(error):
         remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPU"
     what = f"The model's eager step raises {error_text(error)}"
@@ -282,7 +307,7 @@ def cure(subject: Subject, say: Say, backend: str) -> None:
 def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
     """Measure breaks, recompilations and graphs of all batches, and time and memory of the last step."""
     log, error, _ = run_compiled(subject, backend)
-    found: dict[str, Any] = {**_counts(log), "error": str(error)[:200] if error else ""}
+    found: dict[str, Any] = {**_counts(log), "error": first_line(error, 200) if error else ""}
     failures = [*log.breaks, *recompiles_in(log)]
     if error is not None:
         return found, None, [compile_error(error), *failures]

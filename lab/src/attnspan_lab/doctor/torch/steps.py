@@ -82,6 +82,7 @@ def outcome_of(
     subject: Subject, model: Callable[..., Any], batch: Any, seed: int = 0, *, backward: bool = True
 ) -> Outcome:
     """Run a step with a fixed random seed, and return its results and gradients."""
+    subject.restore()  # A compiled form of the model does not restore the state.
     torch.manual_seed(seed)
     results = subject.step(model, batch, backward=backward)
     return Outcome({k: x.detach().double().clone() for k, x in results.items()}, subject.gradients())

@@ -74,7 +74,7 @@ def _graphs_in(model: nn.Module) -> dict[str, list[Tensor]]:
 
 def detached(model: nn.Module) -> dict[int, Any]:
     """Replace kept tensors with a graph in a deep copy: torch cannot copy a graph."""
-    return {id(x): x.detach() for own in _graphs_in(model).values() for x in own}
+    return {id(x): x.detach().clone() for own in _graphs_in(model).values() for x in own}
 
 
 def _containers(model: nn.Module) -> Iterator[tuple[str, Any]]:

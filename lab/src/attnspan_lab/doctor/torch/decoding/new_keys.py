@@ -12,6 +12,7 @@ from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import changed_tokens
 from attnspan_lab.doctor.torch.recording.watch import watching
 from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.words import first_line
 
 __all__ = ["made_of_tokens", "own_pairs"]
 
@@ -85,7 +86,7 @@ def _keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int, _Pa
     try:
         runs = [_run(subject, subject.with_tokens(batch, name, x)) for x in (tokens, changed_tokens(tokens))]
     except Exception as error:
-        return f"a copy of the model does not run with other tokens ({str(error)[:80]})"
+        return f"a copy of the model does not run with other tokens ({first_line(error, 80)})"
     if {len(x) for x in runs} != {len(numbers)}:
         return "the number of attention calls depends on the tokens"
     return dict(zip(numbers, zip(*runs, strict=True), strict=True))

@@ -28,7 +28,7 @@ from attnspan_lab.doctor.torch.recording.watch import Watcher
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted, dtype_name, first_line
 
-__all__ = ["findings_of", "with_caller"]
+__all__ = ["findings_of", "sites_of", "with_caller"]
 
 
 def findings_of(
@@ -44,23 +44,29 @@ def findings_of(
     """
     if watcher.unread:
         coverage.missed("operators", watcher.unread)
-    tokens, sites = subject.tokens(batch), defaultdict[Any, list[Attention]](list)
-    length = 0 if tokens is None else tokens[1].shape[1]
-    step = StepFacts(subject.declared(batch), length, watcher.seconds)
-    for call in watcher.calls:
-        call.step = step
-        sites[call.place, call.kind].append(call)
+    sites = sites_of(watcher, subject, batch)
     pairs = findings_of_pairs(watcher.calls, subject, batch, coverage)
     yield from guarded("pairs of tokens", pairs, coverage)
     hidden = hidden_findings(watcher, subject, batch, again, coverage)
     yield from guarded("queries without a key", hidden, coverage)
-    for site in sites.values():
+    for site in sites:
         yield from guarded("costs", _costs(site, subject, batch), coverage)
         masks.add(site)
     yield from guarded("operators", _operators(watcher), coverage)
     yield from guarded("repeated products", watcher.record.repeats.findings(), coverage)
     for place, count in watcher.reads.items():
         yield Finding("sync", "A value of a tensor is read on the host here", at(place), count=count)
+
+
+def sites_of(watcher: Watcher, subject: Subject, batch: Any) -> list[list[Attention]]:
+    """Tell the calls of a watched step about it, and group them by their lines."""
+    tokens, sites = subject.tokens(batch), defaultdict[Any, list[Attention]](list)
+    length = 0 if tokens is None else tokens[1].shape[1]
+    step = StepFacts(subject.declared(batch), length, watcher.seconds)
+    for call in watcher.calls:
+        call.step = step
+        sites[call.place, call.kind].append(call)
+    return list(sites.values())
 
 
 def with_caller(finding: Finding, calls: list[Attention]) -> Finding:

@@ -22,11 +22,9 @@ _SHARE = 0.01  # smallest share of all operators' time that is worth a word
 _READ = "Fused kernels read all entries of the mask, also where it hides pairs"
 
 
-def _has_mask(call: Attention) -> bool:
-    """Whether a call has a mask of the user's. torch's function also makes masks where it stores scores."""
-    if call.mask is None:
-        return False
-    return not (call.kind == "sdpa" and call.stores_scores and call.mask[1] == call.place)
+def _is_torchs(call: Attention) -> bool:
+    """Whether torch's function made the mask, as it does where it stores scores."""
+    return call.kind == "sdpa" and call.stores_scores and call.mask is not None and call.mask[1] == call.place
 
 
 @dataclass
@@ -83,13 +81,14 @@ class DenseMasks:
     def add(self, calls: Sequence[Attention]) -> None:
         """Collect the masks of a step's calls, and try shorter forms."""
         for call in calls:
-            if call.mask is not None and _has_mask(call):
+            if _is_torchs(call):
+                continue
+            self.calls[call.place].append(call)
+            if call.mask is not None and call.mask_bytes:
                 line = self.lines[call.mask[1], call.place]
                 line.calls.append(call)
                 line.forms.add(call)
                 line.copies.add(call)
-            if call.mask is None or _has_mask(call):
-                self.calls[call.place].append(call)
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each line."""

@@ -110,6 +110,19 @@ def _result(text: str, call: Attention, mask: Mask | None = None, bias: Bias | N
     return attention(*operands, mask=mask, scale=given.get("scale"), bias=bias)
 
 
+def _error_of(text: str, call: Attention, mask: Mask | None) -> float:
+    """Compute the error of a form on a call. Written-out calls with equal pairs have equal results."""
+    if call.given:
+        return distance(_result(text, call, mask), present(call))
+    assert call.visible is not None
+    ones, sizes = torch.ones_like(call.visible), call.visible.shape[1:]
+    shown = ones.tril()  # torch counts from the first key, and has no sinks.
+    if mask is not None:
+        shown = torch.as_tensor(mask.spans(*sizes, batch=len(ones), like=ones).dense()).any(1)
+    equal = torch.equal(shown.expand_as(ones), call.visible) and (mask is not None or call.keys is None)
+    return 0.0 if equal else float("inf")
+
+
 @dataclass
 class Forms:
     """The forms that replace the dense mask of one line in all its calls, and those that do not.
@@ -161,14 +174,16 @@ class Forms:
 
     def add_other(self, call: Attention) -> None:
         """Try the forms that hold on another call of the line, which has no mask of pairs."""
-        if not call.given or call.visible is None:
+        unlike = not call.given and (call.mask_biases or not call.same_in_heads)
+        if self.holding and (call.visible is None or unlike):
+            self.untried = "the doctor cannot tell which pairs another call of this line shows"
+        if call.visible is None or unlike:
             return
         self.others += 1
         masks = {_PLAIN: None, _TORCH: None, **dict(_candidates(call.visible, call.step.said)), **self.masks}
         for text in self.holding or ():
             try:
-                found = _result(text, call, masks[text.removeprefix("mask=")])
-                error = distance(found, present(call))
+                error = _error_of(text, call, masks[text.removeprefix("mask=")])
             except Exception:  # The mask needs data that this batch does not have, or does not fit.
                 error = float("inf")
             if not _is_equal(error, call):
@@ -194,7 +209,7 @@ class Forms:
         if self.untried:
             return f"no shorter form was tried: {self.untried}"
         everywhere = [x for x in (self.holding or ()) if x not in self.refused]
-        calls = counted(self.calls + (self.others if everywhere and not self.written else 0), "call")
+        calls = counted(self.calls + (self.others if everywhere else 0), "call")
         held = f"results of {calls} differ by at most {self.error:.1e}"
         held = f"they hide the same pairs in {calls}" if self.written else held
         failed = [f"{x}: {_off(error)}" for x, error in self.failing.items() if x not in (self.holding or ())]
@@ -247,10 +262,9 @@ def _errors(call: Attention) -> Iterator[tuple[str, float]]:
     fixed = not call.mask_sources
     found = [x for x in forms(call.visible, call.step.said) if fixed or _DATA.search(x[0])][:2]
     names = [text for text, _ in found]
-    if not call.given:  # Written out: equal pairs have equal results, because the mask adds nothing else.
-        square = call.visible.shape[1] == call.visible.shape[2] and call.keys is None  # torch has no sinks.
-        yield from ((_TORCH, 0.0) for text in names if text == "causal()" and fixed and square)
-        yield from ((f"mask={text}", 0.0) for text in names)
+    if not call.given:  # Written out: the mask adds nothing else.
+        for text in [_TORCH] * (fixed and "causal()" in names) + [f"mask={x}" for x in names]:
+            yield text, _error_of(text, call, dict(found).get(text.removeprefix("mask=")))
         return
     wanted = present(call)
     if fixed and not call.mask_biases:

@@ -20,9 +20,10 @@ from attnspan_lab.doctor.tolerances import is_rounding
 from attnspan_lab.doctor.torch.cost.gradients import cut_lines
 from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.torch.recording.compiler_log import compile_error
+from attnspan_lab.doctor.torch.restored_state import State
 from attnspan_lab.doctor.torch.steps import compiled_form, outcome_of
 from attnspan_lab.doctor.torch.subject import Subject
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, error_text
 from attnspan_lab.zoo.step import Outcome, differences, in_float64
 
 __all__ = ["parity"]
@@ -46,7 +47,7 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
 
 
 def _compare(subject: Subject, say: Callable[..., None], backend: str) -> None:
-    batch = subject.batches[0]
+    batch, subject.start = subject.batches[0], State(subject.model)
     try:
         with torch.compiler.set_stance("force_eager"):
             mode = "training mode" if subject.model.training else "evaluation mode"
@@ -57,7 +58,7 @@ def _compare(subject: Subject, say: Callable[..., None], backend: str) -> None:
                 plain, random = _step_of(subject, batch)
             exact = _exact(subject, batch)
     except Exception as error:  # Another stage reports it.
-        raise CannotRun("the eager step raises") from error
+        raise CannotRun(f"the eager step raises {error_text(error)}") from error
     if random:  # Compiled code draws other random numbers.
         raise CannotRun("the model is random in evaluation mode")
     torch._dynamo.reset()

@@ -44,6 +44,7 @@ class Attention:
         recomputed: The call ran in a backward pass, for checkpointing.
         visible: Pairs that at least one head sees, bool (B, Sq, Sk), or None if unknown.
         mask: Shape and line of a dense mask or bias, and whether it is floating-point.
+        mask_bytes: Memory of the mask, or 0 if it is a view that repeats a row or a column.
         mask_seconds: Time that operators took to create the mask.
         mask_biases: The mask adds other numbers than 0 to visible pairs.
         mask_sources: Tensors of the batch that the mask is made from.

@@ -13,6 +13,7 @@ from typing import Any
 
 from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.places import Place, is_installed, is_users, lines_in, lines_of_error
+from attnspan_lab.doctor.words import whole_sentences
 
 __all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
 
@@ -222,7 +223,8 @@ def compile_error(error: BaseException) -> Finding:
     text = str(error)
     user = lines_in(_part(text, "from user code:")) or lines_of_error(error)
     kind, cause, hints, link = _explained("\n" + text)
-    what = f"torch.compile fails: {_first_line(kind if 'Explanation:' in text else text)[:300]}"
+    said = whole_sentences(_first_line(kind if "Explanation:" in text else text), 300)
+    what = f"torch.compile fails: {said}"
     remedy = _joined(hints)
     if "Explanation:" not in text:
         cause = f"{type(error).__name__} while compiling or in compiled code"

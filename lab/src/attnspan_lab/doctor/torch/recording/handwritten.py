@@ -28,14 +28,14 @@ def product(record: Record, operation: Operation, scores: Attention | None) -> N
         if scores.softmax:
             _finish(record, scores, [q, k], out, place)
         return
-    if q.dim() > 2 and min(out.shape[-2:]) > 1:
+    if q.dim() > 2 and out.shape[-1] > 1:
         call = Attention("written out", "", place, tuple(q.shape), tuple(k.shape), q.dtype)
         if record.function.given:
             call.kind, call.given = "sdpa", record.function.given
         call.in_multihead = on_stack(_MULTIHEAD)
         call.score_count, call.products = out.numel(), first_scores(out)
         call.key = k.mT if record.keeps_keys or q.shape[-2] != k.shape[-1] else None
-        record.operands(call, [q, k])
+        record.operands(call, [q, k], q)
         record.tags[storage(out)].scores = call
 
 

@@ -39,7 +39,7 @@ def fused(record: Record, kind: str, operation: Operation) -> None:
     call = Attention(kind, kernel, operation.place, tuple(q.shape), tuple(k.shape), q.dtype)
     call.recomputed = in_backward()
     call.key = k if record.keeps_keys or q.shape[-2] != k.shape[-2] else None
-    record.operands(call, inputs)
+    record.operands(call, inputs, q)
     if kind == "sdpa":
         _of_sdpa(record, call, operation.named, q, k)
     elif kind == "flex":

@@ -24,6 +24,8 @@ PAIRS = 2**24
 _COPIES = {
     *("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "cat", "stack"),
     *("index", "index_select", "gather"),
+    # In inference mode, torch does not split these into other operators.
+    *("repeat_interleave", "reshape", "flatten"),
 }
 
 
@@ -88,7 +90,7 @@ class Record:
             same = next((t.upcast for t in known if t.upcast is not None), None)
             narrow, wide = min(floats, default=0), max(floats, default=0)
             tag.upcast = place if 0 < narrow < x.itemsize else same if wide <= x.itemsize else None
-        if name in _COPIES and inputs:
+        if name in _COPIES and inputs and x.is_floating_point():
             before = next((t for t in known if t.repeated), tag)
             tag.repeated, tag.source = before.repeated, before.source
             joins = name in ("cat", "stack")
@@ -104,9 +106,15 @@ class Record:
         if tag is not None and whole and x.dim() >= 3 and is_direct():
             self._copied(tag, x, source, operation.place, keeps=x.shape == source.shape)
 
-    @staticmethod
     def _copied(
-        tag: Tag, x: Tensor, source: Tensor, place: Place | None, *, repeats: bool | None = None, keeps: bool
+        self,
+        tag: Tag,
+        x: Tensor,
+        source: Tensor,
+        place: Place | None,
+        *,
+        repeats: bool | None = None,
+        keeps: bool,
     ) -> None:
         """Note a copy that repeats its source, or that only makes it contiguous.
 
@@ -116,7 +124,10 @@ class Record:
             repeats: Whether entries were repeated. Default: the copy has twice as many entries, or more.
             keeps: The operator may have copied the tensor only to make it contiguous.
         """
-        if x.numel() >= 2 * max(distinct(source), 1) if repeats is None else repeats:
+        # One tensor that all batch elements share, such as learned queries, is repeated for no head.
+        is_shared = source.dim() > 2 and source.stride(0) == 0 and len(source) == self.batch
+        stored = max(distinct(source) * (self.batch if is_shared else 1), 1)
+        if x.numel() >= 2 * stored if repeats is None else repeats:
             tag.repeated, tag.source = (place, x.nbytes), source.detach()
         elif keeps and not source.is_contiguous() and x.is_contiguous() and is_direct():
             tag.copied = (place, x.nbytes)
@@ -125,12 +136,12 @@ class Record:
         """Look up the facts about a tensor's storage. They are empty if no watched operator made it."""
         return self.tags.get(storage(x)) or Tag(None, 0.0)
 
-    def operands(self, call: Attention, inputs: list[Tensor]) -> None:
-        """Record how q, k or v were made."""
+    def operands(self, call: Attention, inputs: list[Tensor], query: Tensor | None = None) -> None:
+        """Record how q, k or v were made. No head shares the query with other heads."""
         for x in inputs:
             tag = self.tag_of(x)
-            call.repeated = call.repeated or tag.repeated
-            if tag.repeated is not None and tag.source is not None:
+            call.repeated = call.repeated or (None if x is query else tag.repeated)
+            if tag.repeated is not None and tag.source is not None and x is not query:
                 call.head_maps.append(head_map(x.detach(), tag.source, self.batch))
             call.copied = call.copied or tag.copied
             call.upcast = call.upcast or tag.upcast
@@ -140,7 +151,10 @@ class Record:
         """Record the dense mask of a call. Numbers at or below the limit hide, and others are a bias."""
         tag = self.tag_of(x)
         call.mask = tuple(x.shape), tag.made, x.is_floating_point()
-        call.mask_bytes, call.mask_seconds = distinct(x) * x.itemsize, tag.all_seconds
+        if x.stride(-1) and x.stride(
+            -2
+        ):  # A view that repeats a row or a column stores no entry for each pair.
+            call.mask_bytes, call.mask_seconds = distinct(x) * x.itemsize, tag.all_seconds
         call.mask_sources |= tag.sources
         if x.is_floating_point():
             limit = highest_hiding(x) if limit is None else limit
