@@ -26,6 +26,8 @@ from small_models import EARLIER, HEADS, LENGTH, SDPA, SIZE, Model, builder, fus
 from torch import nn
 from torch_runner import examined, found_in, grave
 
+from attnspan_lab.doctor.torch.isolation.declared import Declared
+from attnspan_lab.doctor.torch.masks.forms import forms
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding, highest_hiding_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -354,3 +356,10 @@ def test_the_math_kernel_may_be_chosen():
     (found,) = (x for x in examined(model_of(in_float32))[0] if x.kind == "unfused")
     assert found.cause.startswith("A setting around this call chooses the math kernel")
     assert found.tried.startswith("the call alone runs aten._scaled_dot_product_flash_attention")
+
+
+def test_a_prefix_is_offered_only_if_a_row_has_one() -> None:
+    prefixed = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+    assert [text for text, _ in forms(prefixed, Declared())] == ["causal()"]
+    prefixed[1, :, :3] = True
+    assert [text for text, _ in forms(prefixed, Declared())] == ["causal() | prefix(lengths)"]

@@ -73,7 +73,9 @@ def _candidates(visible: Tensor, said: Declared) -> Iterator[Form]:
         yield f"{a} & {b}", x & y
         yield from ((f"{name} & {a} & {b}", base & x & y) for name, base in bases)
     first = visible[:, 0].sum(-1)
-    yield "causal() | prefix(lengths)", causal() | prefix(first)
+    # The first query of a causal mask sees one key, which is no prefix.
+    if q_len == 1 or bool((first > k_len - q_len + 1).any()):
+        yield "causal() | prefix(lengths)", causal() | prefix(first)
 
 
 def present(call: Attention, **changes: Any) -> Tensor:
