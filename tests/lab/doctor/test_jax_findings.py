@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax_costs
-import jax_masks  # noqa: F401
+import jax_masks
 import jax_meshes
 import jax_numbers  # noqa: F401
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas
-from jax_runner import FAULTS, examined, facts_of, marked, of_kind, sick
+from jax_runner import FAULTS, examined, facts_of, marked, of_attention, of_kind, sick
 from jax_samples import (
     BATCH,
     DOCUMENTS,
@@ -658,3 +658,14 @@ def test_a_kernel_of_pallas_beside_a_cache_is_passed() -> None:
 
     subject = JaxSubject(step, [{"cache": jnp.zeros((128, 128)), "x": jnp.ones((1, 128))}])
     assert [x.kind for x in facts_of(subject, "compiled")["findings"]] == ["copy"]
+
+
+def test_a_remedy_is_for_all_calls_of_a_line_with_the_same_mask() -> None:
+    def twice(q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+        inner = jax_masks.window_is_inverted(0, q, k, v, attention_mask)
+        return jax_masks.window_is_inverted(0, q, k, inner, attention_mask)
+
+    found = of_kind(of_attention(twice, given=jax_masks.PADDED), "mask-lost")
+    assert found.remedy.startswith(
+        "Call attnspan.jax.attention with mask=causal() & keys(attention_mask != 0)"
+    )

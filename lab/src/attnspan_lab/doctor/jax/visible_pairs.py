@@ -226,7 +226,10 @@ def _told(trial: Trial, rule: Rule, call: Attention, site: list[Attention]) -> t
     if lost and case in ("", ".shown"):
         form = form_of(trial.subject, trial.batch, allowed)
         remedy = f"Call attnspan.jax.attention with mask={form}" if form else "Make another mask"
-        remedy = only(site, [call]) + remedy
+        same = [
+            x for x in site if x.visible is not None and np.array_equal(x.visible, np.asarray(call.visible))
+        ]
+        remedy = only(site, same) + remedy
         remedy += f". If your mask also hid these pairs, {lost} valid queries would see no key"
     return case, {"values": values, "remedy": remedy}
 

@@ -374,10 +374,11 @@ def softmax_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def is_attention(given: dict[str, Any], lines: Collection[Place]) -> bool:
-    """Whether a softmax is part of attention: its line is one of these, or one query has a line beside it.
+    """Whether a softmax is part of attention.
 
-    The watcher sees no attention in a product of one query. A decode step may have a softmax of its own, in
-    the function of the prefill's softmax.
+    It is if its line is one of ``lines``. A decode step may have a softmax of its own, on another line of the
+    same function, which the watched prefill does not run. So a softmax of one query in a function with one of
+    ``lines`` counts too.
     """
     place, scores = place_here(), given["scores"]
     if place in lines or place is None:
