@@ -62,6 +62,7 @@ struct Straight {
   // 4 or 8 rows fill the tiles that need no copy.
   static bool copies_keys(int64_t rows) { return wide_tiles && rows > 4 && rows != 8; }
   static constexpr int64_t ahead = Groups<T>::ahead;  // line after line, or no hardware helps
+  static constexpr int near = 2;  // into L2: fetched into L1, keys from memory took 1.1 to 1.6 times as long
 
   // Whole lines only. More rows are packed, which costs them little.
   static bool serves(int64_t rows, int64_t dim, int64_t v_dim) {
@@ -82,13 +83,8 @@ struct Straight {
   static void values(const C* p, const Groups<T>& v, int64_t dim, int64_t rows, int64_t valid, float* out,
                      int64_t ldo) {
     in_groups<wide_tiles ? 6 : together>(rows, [&](auto count, int64_t m) {
-      // Vectors of a tile.
-      constexpr int64_t wide = count == 6 ? 2 : max(1, min(8, together / std::bit_ceil(uint64_t{count})));
-      const C* weights = p + m * ldp;
-      float* to = out + m * ldo;
-      int64_t d = 0;
-      for (; d + width * wide <= dim; d += width * wide) values_of<count, wide>(weights, v, d, valid, to + d, ldo);
-      for (; d < dim; d += width) values_of<count, 1>(weights, v, d, valid, to + d, ldo);
+      constexpr int64_t vectors = count == 6 ? 2 : max(1, min(8, together / std::bit_ceil(uint64_t{count})));
+      in_columns<count, vectors>(p + m * ldp, v, dim, valid, out + m * ldo, ldo);
     });
   }
 
@@ -98,6 +94,13 @@ struct Straight {
   static void in_groups(int64_t rows, const Use& use, int64_t m = 0) {
     for (; rows - m >= R; m += R) use(std::integral_constant<int, R>{}, m);
     if constexpr (R > 1) in_groups<R == 6 ? 4 : R == 4 ? 3 : R == 3 ? 2 : R / 2>(rows, use, m);
+  }
+  // Tiles of N vectors, then of fewer: a value that is read in one piece is fetched in one piece.
+  template <int R, int64_t N>
+  static void in_columns(const C* p, const Groups<T>& v, int64_t dim, int64_t valid, float* out, int64_t ldo,
+                         int64_t d = 0) {
+    for (; d + width * N <= dim; d += width * N) values_of<R, N>(p, v, d, valid, out + d, ldo);
+    if constexpr (N > 1) in_columns<R, N / 2>(p, v, dim, valid, out, ldo, d);
   }
   static Line as_line(Vec x) {
     if constexpr (pair == 1)
@@ -116,7 +119,7 @@ struct Straight {
     [[gnu::always_inline]] void fetch() {
 #pragma GCC unroll 4
       for (int i = 0; i < width / 4; ++i) {
-        __builtin_prefetch(at_);
+        __builtin_prefetch(at_, 0, near);
         at_ += line, left_ -= line;
         if (left_ == 0) left_ = dim_, at_ += gap_;
       }
@@ -182,7 +185,7 @@ struct Straight {
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
           line[n] = as_line(Pack::whole_step(value + width * n, next));
-          for (int i = 0; i < pair; ++i) __builtin_prefetch(fetched + width * n + i * step);
+          for (int i = 0; i < pair; ++i) __builtin_prefetch(fetched + width * n + i * step, 0, near);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < R; ++m)
