@@ -118,7 +118,7 @@ struct VectorEngine {
   static constexpr int64_t step = 1;
   static constexpr bool sums_rows = false;  // no product is cheaper than summing rounded weights as they are made
   // Where sums over keys, and those of gradients, are cut. That of many elements of 8 bits errs less than one of them.
-  static constexpr int64_t cut = sizeof(C) == 4 ? 128 : 256, gradient_cut = sizeof(C) == 4 ? 96 : 192;
+  static constexpr int64_t cut = sizeof(C) == 4 ? 128 : 256, gradient_cut = sizeof(C) == 4 ? 48 : 192;
   static constexpr int64_t depth_cut = sizeof(C) == 4 ? 32 : max_dim;
 
   static constexpr int64_t pause = 16;  // steps of depth
