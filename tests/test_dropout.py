@@ -95,6 +95,7 @@ def test_generated_code_is_the_definition(lanes):
                 assert np.array_equal(seeds, dropout_seeds(seed, 2, heads))
 
 
+@pytest.mark.slow
 def test_no_word_leaves_int64():
     """Compiled C++ leaves the overflow of a product undefined."""
     index = torch.from_numpy(INDICES)[None]
@@ -138,6 +139,7 @@ def test_keep_rate(p):
         assert abs(ratio - 1) < 4 * math.sqrt((2 + kurtosis) / means.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_pairs_are_independent(p):
     keep, index, rate = _pattern(p), np.arange(ROWS)[None], 1 - threshold(p) / 65536

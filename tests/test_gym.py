@@ -78,6 +78,7 @@ Graphormer | _normal(H, 5) | x + p[h, HOPS[b, i, j]] | bias=a.dense_bias(p[:, HO
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", SCORES.strip().splitlines(), ids=lambda row: row.partition(" |")[0])
 def test_score_function(row):
     name, param, score, keywords, kind = row.split(" | ")
@@ -92,6 +93,7 @@ def test_score_function(row):
     _check(ours, inputs, lambda *at: score_mod(p, *at), mask_mod, params)
 
 
+@pytest.mark.slow
 def test_latent_attention_is_two_products_in_one():
     # attention-gym, latent_attention: one latent key head, and a score that adds a product of rotated parts.
     q, k, v = _inputs(kv_heads=1)

@@ -178,6 +178,7 @@ SOURCE = Modules(PACKAGE, "attnspan")
 OF_LAB = Modules(ROOT / "lab/src/attnspan_lab", "attnspan_lab")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [SOURCE, OF_LAB], ids=["library", "lab"])
 def test_no_module_leads_back_to_itself(modules):
     """Over all modules, with `__init__` files and names of modules in strings."""
@@ -333,6 +334,7 @@ def _foreign(module: Module, own: set[str]) -> Iterator[str]:
                 yield str(text)
 
 
+@pytest.mark.slow
 def test_private_names_of_libraries_stand_in_one_module_each():
     own: dict[str, set[str]] = {}
     for module in SOURCE.values():

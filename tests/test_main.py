@@ -10,6 +10,7 @@ from attnspan.__main__ import main
 from attnspan.base.machine import openmp_runtimes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_call_is_explained(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip(framework)

@@ -205,6 +205,7 @@ def test_explicit_spans():
     _check((a.spans(spans) & a.global_keys(1)).spans(3, 5), (want & (np.arange(5) < 1))[None, None])
 
 
+@pytest.mark.slow
 def test_dense_masks_that_alternate_too_often_are_named():
     checkered = (np.indices((2048, 2048)).sum(0) % 2).astype(bool)
     with pytest.warns(a.SpansLargerThanMask, match="up to 1024 runs, so its spans take 16 MiB"):

@@ -85,6 +85,7 @@ def test_sizes_are_numbers(size):
     assert a.causal().prepare(np.int64(8), 8).lowered.k_len == 8
 
 
+@pytest.mark.slow
 def test_traced_values_beyond_int32_are_illegal():
     masks = a.key_padding, a.cache
     run = torch.compile(lambda x: [low(y(x)).bounds for y in masks], fullgraph=True, backend="eager")

@@ -27,6 +27,7 @@ MANY = 2000
 CU = np.array([0, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("join", [and_, or_])
 def test_masks_joined_in_a_loop_are_one_level(join: Any) -> None:
     first, same = (causal(), window(1)) if join is and_ else (window(1), window(5))
@@ -69,6 +70,7 @@ NESTS: dict[str, Callable[[Mask], Mask]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NESTS)
 def test_masks_nested_too_deep_are_refused_when_they_are_made(name: str) -> None:
     mask: Mask = window(1)

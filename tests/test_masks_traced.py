@@ -55,6 +55,7 @@ def test_masks_whose_runs_depend_on_data_have_static_ones(make):
         assert not bounds[:, :, :, own:].any()
 
 
+@pytest.mark.slow
 def test_more_runs_than_there_is_room_for():
     dense, predicate = (lambda q, make=make: make(3).spans(5, 12, like=q).bounds for make in _FROM_VALUES)
     for run in (dense, predicate, torch.compile(dense, fullgraph=True, backend="eager")):
@@ -62,6 +63,7 @@ def test_more_runs_than_there_is_room_for():
             run(torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_rows_with_too_many_runs_stay_illegal_in_a_composition(monkeypatch):
     from attnspan.masks import encoding as _encoding
     from attnspan.torch.compile import _encode_device

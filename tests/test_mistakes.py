@@ -123,6 +123,7 @@ def test_remedies_name_what_there_is():
             assert all(hasattr(attnspan, name) for name in re.findall(r"(\w+)\(", remedy)), remedy
 
 
+@pytest.mark.slow
 def test_no_mask_is_the_full_one():
     torch_x, attention = torch.randn(1, 2, 5, 8), attnspan.torch.attention
     for got in (

@@ -131,6 +131,7 @@ def test_jax_without_torch() -> None:
     assert printed(code).count("['jax', 'jaxlib']") == 2
 
 
+@pytest.mark.slow
 def test_without_either() -> None:
     show = COMMAND.format("show causal&(window(2)|global_keys(1)) --q-len 8", 0)
     bench = COMMAND.format("bench", 2)

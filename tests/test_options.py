@@ -92,6 +92,7 @@ def test_parameters_get_gradients():
     assert slopes.grad.tolist() == [[1.0] * 4] * 2
 
 
+@pytest.mark.slow
 def test_lowering_traces_without_a_break():
     def lower(table, slopes, values, buckets):
         biases = a.relative(table, a.t5_buckets(8, 4)), a.alibi(slopes), a.alibi(a.alibi_slopes(4))
@@ -111,6 +112,7 @@ def test_lowering_traces_without_a_break():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_jax():
     jax = pytest.importorskip("jax")
     table, buckets = jax.numpy.arange(12.0).reshape(4, 3), np.array([2, 0, 0, 1, 1])

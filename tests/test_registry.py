@@ -57,6 +57,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_contributing_makes_a_backend_of_torch_that_runs(way: str) -> None:
     inputs = qkv()
@@ -79,6 +80,7 @@ def test_it_runs_once_without_gradients_and_for_all_mapped_calls() -> None:
         assert runs.total() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "jit", "vmap"])
 def test_contributing_makes_a_backend_of_jax_that_runs(way: str) -> None:
     inputs = [jnp.asarray(x.detach().numpy()) for x in qkv()]

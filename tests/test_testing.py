@@ -66,6 +66,7 @@ def test_the_first_module_is_the_one_that_mixes():
     assert {leak.module for leak in found.leaks} == {"1"}
 
 
+@pytest.mark.slow
 def test_compiled_form_is_probed_by_its_results():
     model = Model(causal())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

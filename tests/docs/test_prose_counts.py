@@ -16,6 +16,7 @@ MOST = {"semicolons": 3, "that of": 0.3, "nominal what": 0.3, "somebody": 0.3, "
 FOR_YOU = ("README", "how-to", "concepts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_prose_has_few_habits_that_make_it_hard_to_read(group: str) -> None:
     found = per_thousand(counts(map(text_of, GROUPS[group])))

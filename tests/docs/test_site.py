@@ -71,6 +71,7 @@ def test_the_reference_knows_every_module_that_pages_import() -> None:
     assert set(re.findall(r"^(?:from|import) (attnspan(?:\.[\w.]+)?)(?: |$)", text, re.M)) <= {*hooks.MODULES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](b.md#nowhere)", "[x](../nowhere.md)"])
 def test_a_broken_link_ends_the_build(tmp_path: Path, link: str) -> None:
     docs = tmp_path / "docs"

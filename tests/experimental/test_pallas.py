@@ -69,6 +69,7 @@ SHARED = [(2**14, (2, 3)), (100, (2, 1)), (30, (1, 1))]
 
 
 # tests/jax/test_backends.py has results of several tiles.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "most", "lead"), [("causal", 2**14, (1, 1)), *(("three runs", *x) for x in SHARED)]
 )
@@ -164,12 +165,14 @@ def _kernels(text: str) -> list[str]:
     return re.findall(r'kernel_name = "attnspan_(\w+)"', text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", few(LOWERED, 4))
 def test_options_lower(option: str) -> None:
     own = ["dbias"] if LOWERED[option][0].get("bias_kind") in (DENSE, DISTANCE) else []
     assert _kernels(_lowered(option, "bfloat16", 64)) == ["forward", "dq", "dkv", *own]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("head_dim", [37, 80, 128])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

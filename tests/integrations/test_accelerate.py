@@ -169,6 +169,7 @@ def test_what_was_saved_goes_on(tmp_path):
     assert all(torch.equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @ranks(2)
 def test_packed_documents_do_not_see_each_other_on_two_ranks(name, tmp_path):
@@ -292,6 +293,7 @@ def test_trainers_that_are_refused(tmp_path):
     assert context_parallel(context_parallel(trainer)) is trainer, "one rank shares nothing"
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_trainer_is_taken_once_and_disable_gives_it_its_own_class_and_functions_back(tmp_path):
     with as_started_by_torchrun():

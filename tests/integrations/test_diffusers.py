@@ -220,6 +220,7 @@ def test_dropout_draws_from_torchs_generator():
 OURS = {"attention", "attention_backward"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SD3", "Flux"])
 def test_one_model_and_its_copies_and_no_other(name):
     model, other = (build(name) for _ in range(2))
@@ -232,6 +233,7 @@ def test_one_model_and_its_copies_and_no_other(name):
     assert [set(_run(x, inputs)[2]) for x in models] == [OURS, {"torch"}, OURS, OURS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SD3", "Flux"])
 def test_diffusers_own_switch(name):
     model, inputs = build(name), inputs_of(name)
@@ -247,6 +249,7 @@ def test_diffusers_own_switch(name):
     assert seen == [OURS, {"torch"}, OURS, {"torch"}, OURS if name == "Flux" else {"torch"}]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_model_that_checks_the_name_of_its_backend_takes_ours():
     """AnyFlow asks for a name of FlexAttention, whose masks are spans here."""

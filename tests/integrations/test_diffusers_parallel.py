@@ -145,6 +145,7 @@ def check(name, mesh, strategy="auto", compiled=False, checkpointed=False, *, ca
     assert_same_gradients(model, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
@@ -166,6 +167,7 @@ def test_a_block_of_another_backend_holds_on_several_ranks():
     assert calls() == before, "none of the CPU kernel"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["Flux controlled", "SD3 controlled", "QwenImage edited", "CogVideoX in time", "Wan of image"],
@@ -175,6 +177,7 @@ def test_what_models_take_besides(name):
     check(name, Mesh((3,)), "exchange", calls=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy"),
     [
@@ -224,6 +227,7 @@ def test_even_and_smallest_shares(text, heads, side):
     check("Flux", Mesh((3,)), "ulysses", calls=2, scale=scale, side=side)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Flux", "LTXVideo"])  # under DDP, under FSDP
 @ranks(2)
 def test_the_mean_over_ranks_is_the_gradient_under_ddp_and_fsdp(name):
@@ -266,6 +270,7 @@ def pipeline_of(kind, model):
     return pipe, call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "calls"), [("Flux", Mesh((2,)), 6), ("SD3", Mesh((2,), ("cfg",), "cfg"), 0)]
 )
@@ -281,6 +286,7 @@ def test_three_steps_of_a_pipeline_and_back_to_one_rank(kind, mesh, calls):
     assert len(counted) == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("Flux", marks=pytest.mark.long), "HunyuanVideo"])
 @ranks(2)
 def test_bfloat16_is_as_close_as_on_one_rank(name):
@@ -366,6 +372,7 @@ def test_a_model_of_ones_own():
     assert error(got, wanted) < CLOSE
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_a_checkpoint_recomputes_with_the_sizes_of_its_own_call():
     # Seven tokens and eight, of which rank 0 has three of each.
@@ -410,6 +417,7 @@ def said():
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_is_as_close_as_it_says():
     printed = torchrun(2, EXAMPLE) if everything() else world(2).run(said)[0]
     found = re.findall(r"(?:latents|gradients) differ by (\S+)", printed)

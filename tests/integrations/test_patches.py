@@ -98,6 +98,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_libraries_have_their_own_functions_again():
     """One process for both: it loads torch once."""
     programs = {"transformers": TRANSFORMERS, "diffusers": DIFFUSERS}

@@ -300,6 +300,7 @@ def test_compiled_recomputation_draws_the_same_seeds(backend):
     assert relative_error(found[1][1], found[0][1]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorder", ["jit", "make_fx"])
 def test_a_recorded_model_meets_other_padding(recorder):
     """A mask that is lowered from the values of its array would be a constant of the program."""

@@ -87,6 +87,7 @@ def test_decoders_of_padded_encoders(name, sizes, cache):
     _assert_equal_generation(model, inputs, 2 + STEPS * 4, **cache)
 
 
+@pytest.mark.slow
 def test_images_inside_windows_and_a_static_cache():
     """`generate` makes the masks ahead, of the groups of the prompt and beyond."""
     from test_transformers_kinds import GROUPS, IMAGES
@@ -159,6 +160,7 @@ def test_a_static_cache_in_compiled_code(name, times):
     assert [sum("attnspan" in target for target in targets) for targets in programs] == [2] * times
 
 
+@pytest.mark.slow
 def test_the_example_generates_what_eager_attention_does(monkeypatch, capsys):
     example = Path(__file__).parents[2] / "examples" / "generate_static_cache.py"
     monkeypatch.setattr("sys.argv", [str(example), "--compare", "--tokens", "20"])

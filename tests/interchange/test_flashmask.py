@@ -29,6 +29,7 @@ def pairs(mask: a.Mask, q_len: int, k_len: int, batch: int, heads: int = 1) -> n
     return np.broadcast_to(found, (batch, heads, q_len, k_len))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 7, 32])
 @pytest.mark.parametrize(("causal", "count"), FORMS)
 def test_500_random_masks_have_the_pairs_of_the_definition(causal: bool, count: int, n: int) -> None:
@@ -65,6 +66,7 @@ def _can_be_written(dense: np.ndarray, causal: bool) -> bool:
     return bool((hidden & ~before).sum(-2).max() <= (1 if causal else 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_mask_is_written_exactly_or_refused(causal: bool) -> None:
     found = {True: 0, False: 0}
@@ -102,6 +104,7 @@ def test_a_refusal_names_the_first_query_and_the_key() -> None:
         to_flashmask(a.window(2, 2), 6, causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_results_are_of_the_framework_of_the_input(framework: str) -> None:
     module = pytest.importorskip(framework)
@@ -115,6 +118,7 @@ def test_results_are_of_the_framework_of_the_input(framework: str) -> None:
     assert written[0].dtype == numbers.dtype
 
 
+@pytest.mark.slow
 def test_the_spans_are_fewer_than_booleans_or_a_warning_says_so() -> None:
     numbers = np.zeros((1, 1, 2048, 2), np.int32)
     numbers[0, 0, ::2, 0] = 2048

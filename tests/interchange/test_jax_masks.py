@@ -33,6 +33,7 @@ def _leaf(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
     ][rng.integers(6)]()
 
 
+@pytest.mark.slow
 def test_500_random_trees_have_the_pairs_that_splash_computes() -> None:
     rng = np.random.default_rng(0)
     for n in range(500):
@@ -77,6 +78,7 @@ def test_known_masks_stay_expressions() -> None:
     assert repr(from_splash()) == "full()"
 
 
+@pytest.mark.slow
 def test_segment_ids_have_the_pairs_of_equal_ids() -> None:
     rng = np.random.default_rng(1)
     for _ in range(100):
@@ -99,6 +101,7 @@ def by_as_array(mask: Any, q_len: int, k_len: int) -> np.ndarray:
     return found & (q >= k) if mask.is_causal else found
 
 
+@pytest.mark.slow
 def test_500_random_masks_of_tokamax_have_the_pairs_of_as_array() -> None:
     rng = np.random.default_rng(2)
     for _ in range(500):

@@ -38,6 +38,7 @@ def dense(mask: a.Mask, q_len: int, k_len: int) -> np.ndarray:
     return mask.prepare(q_len, k_len).dense()[0, 0]
 
 
+@pytest.mark.slow
 def test_500_random_masks_have_the_pairs_of_the_definition() -> None:
     rng, read, refused = np.random.default_rng(0), 0, 0
     while read < 500:
@@ -57,6 +58,7 @@ def test_500_random_masks_have_the_pairs_of_the_definition() -> None:
     assert refused > 100
 
 
+@pytest.mark.slow
 def test_every_mask_is_written_exactly() -> None:
     for x in every_mask():
         for plane in x.dense.reshape(-1, *x.dense.shape[2:])[:2]:

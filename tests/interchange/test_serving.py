@@ -14,6 +14,7 @@ def _offsets(rng: np.random.Generator, n: int) -> np.ndarray:
     return np.concatenate([[0], rng.integers(0, 7, n).cumsum()])
 
 
+@pytest.mark.slow
 def test_500_random_masks_have_the_pairs_of_their_bits() -> None:
     """FlashInfer packs the pairs of each request by themselves, by `packbits(..., bitorder="little")`."""
     rng = np.random.default_rng(0)
@@ -47,6 +48,7 @@ def test_every_mask_is_written_exactly_as_one_request() -> None:
         np.testing.assert_array_equal(bits, np.packbits(plane, axis=None, bitorder="little"), x.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_results_are_of_the_framework_of_the_input(framework: str) -> None:
     module = pytest.importorskip(framework)

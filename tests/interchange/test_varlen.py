@@ -39,6 +39,7 @@ def dense(mask: a.Mask, q_len: int, k_len: int) -> np.ndarray:
     return mask.prepare(int(q_len), int(k_len)).dense()[0, 0]
 
 
+@pytest.mark.slow
 def test_500_random_masks_have_the_pairs_of_the_definition_and_are_written_back() -> None:
     rng = np.random.default_rng(0)
     for n in range(500):
@@ -57,6 +58,7 @@ def test_500_random_masks_have_the_pairs_of_the_definition_and_are_written_back(
             assert (most_q, most_k) == (np.diff(q).max(), np.diff(k).max())
 
 
+@pytest.mark.slow
 def test_500_random_padded_masks_have_the_pairs_of_the_definition() -> None:
     rng = np.random.default_rng(1)
     for n in range(500):
@@ -103,6 +105,7 @@ def test_a_refusal_names_the_first_query() -> None:
         to_varlen(a.from_dense(two_windows), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_results_are_of_the_framework_of_the_input(framework: str) -> None:
     module = pytest.importorskip(framework)

@@ -182,6 +182,7 @@ def test_changes_of_what_backward_needs_are_found() -> None:
 # Derivatives of other kinds.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func's own
 def test_torch_func_and_higher_derivatives_are_taken_in_jax_or_raise() -> None:
     x = _randn(3, requires_grad=True)

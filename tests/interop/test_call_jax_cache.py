@@ -68,6 +68,7 @@ def test_a_fresh_function_is_traced_anew(monkeypatch: pytest.MonkeyPatch) -> Non
             assert call_jax(fresh, X)[1] == s
 
 
+@pytest.mark.slow
 def test_objects_and_their_methods_count_as_themselves() -> None:
     for s in (2.0, 3.0):
         model = Model(s)

@@ -118,6 +118,7 @@ def test_functions_of_one_code_are_told_apart(form: str) -> None:
             torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], torch.full((5,), s))
 
 
+@pytest.mark.slow
 @compiles
 def test_static_numbers_that_change() -> None:
     step = torch.compile(_step, fullgraph=True, backend="aot_eager")
@@ -126,6 +127,7 @@ def test_static_numbers_that_change() -> None:
         torch.testing.assert_close(step(x, w, k), _step(x, w, k))
 
 
+@pytest.mark.slow
 @compiles
 def test_masks_in_a_graph() -> None:
     def bounds(like: Any, *, mask: Any) -> Any:
@@ -161,6 +163,7 @@ def _shaped(x: Any) -> Any:
     return (jnp.sin(x) * x.shape[0]).reshape(-1), halves.sum(1)
 
 
+@pytest.mark.slow
 @compiles
 def test_one_graph_for_all_sizes() -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -218,6 +221,7 @@ def test_one_function_in_graphs_of_fixed_and_of_free_sizes() -> None:
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (x, y)), want)
 
 
+@pytest.mark.slow
 @compiles
 def test_sizes_that_jax_cannot_take_as_symbols_are_numbers() -> None:
     def fn(x: Any) -> Any:

@@ -20,6 +20,7 @@ def _same_inputs_at_each_run() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_len", "k_len", "options"),
     [(6, 6, {}), (3, 7, {"causal": True}), (7, 3, {"causal": True, "softmax_scale": 0.7})],

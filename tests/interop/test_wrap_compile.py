@@ -110,6 +110,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, max_seqlen: int) -> Tensor:
     return q + k + v * max_seqlen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", few([None, "Tensor q, Tensor k, Tensor v, int max_seqlen"], 1))
 def test_with_wrap_a_length_that_varies_is_one_more_compilation(schema: str | None) -> None:
     wrapped = wrap(_varlen, name=fresh_name("varlen"), schema=schema)

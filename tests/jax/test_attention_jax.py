@@ -106,6 +106,7 @@ def test_layouts(layout: str) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=no_kernel)])
 def test_queries_without_elements_have_scores_of_0(backend: str) -> None:
     x, v = jnp.zeros((1, 5, 2, 0)), jnp.asarray(_normal(1, 1, 5, 2, 4))

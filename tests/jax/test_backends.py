@@ -183,6 +183,7 @@ def _shapes(length: int) -> list[jax.ShapeDtypeStruct]:
     return [x] * 4 + [jax.ShapeDtypeStruct((1, 1, length, 1, 2), jnp.int32)]
 
 
+@pytest.mark.slow
 def test_memory_of_xla_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 65,536 the scores alone would take 16 GiB."""
     monkeypatch.undo()

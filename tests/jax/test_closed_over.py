@@ -69,6 +69,7 @@ def test_derivatives_and_vmap() -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_only_arrays_that_are_all_known_are_read() -> None:
     """An argument next to what is closed over, a function within a mask of masks, a class of a user."""
     same = IDS[:1] // 2

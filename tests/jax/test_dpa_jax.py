@@ -128,6 +128,7 @@ def test_the_gradient_of_a_residual() -> None:
     np.testing.assert_allclose(jax.jit(partial(jax.jvp, math))(QKV, QKV)[1], slope, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_that_sees_nothing_is_zero() -> None:
     mask = jnp.asarray(VISIBLE).at[0, 1, 2].set(False)
     out, residual = dot_product_attention(*QKV, mask=mask, return_residual=True)

@@ -45,6 +45,7 @@ def test_the_same_is_said_under_jit(mistake: Mistake) -> None:
     check(error_of(jax.eval_shape, traced, Q, K), mistake, "array")
 
 
+@pytest.mark.slow
 def test_seeds_of_rows_and_heads() -> None:
     with pytest.raises(ValueError, match=r"dropout_seed: expected shape \(\), got int32 \(2,\)"):
         dropout_seeds(jnp.zeros(2, int), 2, 4)
@@ -143,6 +144,7 @@ class TestTracers:
         with pytest.raises(ValueError, match=r"got a traced array.*Call it outside the compiled function"):
             jax.jit(lambda ids: use(a.segments(ids)))(jnp.zeros(4, int))
 
+    @pytest.mark.slow
     def test_more_runs_than_are_static(self) -> None:
         """8 runs where none are said; a row with more is an error of the CPU kernel, NaN elsewhere."""
         visible = jnp.tile(jnp.array([True, False]), 9)[None].repeat(7, 0)

@@ -45,6 +45,7 @@ def test_bshd_is_read_and_written_without_a_copy():
     assert re.findall(r"(transpose|copy)", turned), turned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "xla", "math"])
 @pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 5, 3), (1, 0, 3), (1, 5, 0)])
 def test_nothing_to_do(batch, q_len, k_len, backend):

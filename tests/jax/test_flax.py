@@ -88,6 +88,7 @@ def test_linen_computes_what_it_did():
     _close(step(ours), step(theirs))
 
 
+@pytest.mark.slow
 def test_masks_of_ours_go_where_arrays_went():
     _close(
         _nnx(attention_fn)(X, mask=causal() & segments(CHUNKS)),
@@ -148,6 +149,7 @@ def test_dropout(key):
     assert (_weights(None, deterministic=True) == 1 / 64).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broadcast", [False, long(True)])
 def test_modules_draw_keys(broadcast):
     model = _nnx(attention_fn, dropout_rate=0.5, broadcast_dropout=broadcast)
@@ -180,6 +182,7 @@ def _decoded(fn, **given):
     return jnp.stack([step(model, X[:, i : i + 1]) for i in range(LENGTH)], 1)
 
 
+@pytest.mark.slow
 def test_decoding_is_causal_up_to_the_cache():
     _close(_decoded(attention_fn, is_causal=True), _nnx(nnx.dot_product_attention)(X, is_causal=True))
 
@@ -202,6 +205,7 @@ def test_a_mask_of_the_layer_in_training_and_decoding(case):
     _close(_nnx(fn)(X, **{"is_causal": True, **given}), wanted)
 
 
+@pytest.mark.slow
 def test_the_cache_of_linen_takes_a_mask_of_the_layer():
     fn = partial(attention_fn, layer_mask=causal() & window(2))
     layer = linen.MultiHeadDotProductAttention(HEADS, attention_fn=fn, decode=True)
@@ -221,6 +225,7 @@ TABLE = SLOPES[:, None] * jnp.arange(
 )  # equal to the slopes' bias for keys before the query
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [alibi(SLOPES), long(relative(TABLE))], ids=["alibi", "relative"])
 def test_a_bias_of_the_layer_in_training_and_decoding(bias):
     positions = jnp.arange(LENGTH)
@@ -241,6 +246,7 @@ def test_masks_that_modules_combine_with_arrays_are_refused(mask):
     assert not hasattr(mask, "ndim")
 
 
+@pytest.mark.slow
 def test_dtypes_and_shared_key_heads():
     q = X.reshape(BATCH, LENGTH, HEADS, 8)
     _close(attention_fn(q, q[:, :, :2], q[:, :, 2:]), nnx.dot_product_attention(q, q[:, :, :2], q[:, :, 2:]))

@@ -30,6 +30,7 @@ def _seen(bounds: torch.Tensor) -> np.ndarray:
     return ((bounds[..., :1] <= at) & (at < bounds[..., 1:])).any(-2)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_bad_key_reaches_the_rows_that_see_it_and_no_other(name: str) -> None:

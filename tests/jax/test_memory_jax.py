@@ -51,6 +51,7 @@ def test_writing_into_an_array_of_numpy_lowers_again() -> None:
         _run(mask)
 
 
+@pytest.mark.slow
 def test_a_write_after_the_call_changes_neither_the_output_nor_the_gradient() -> None:
     bounds = np.array(causal().spans(S, S).lowered.bounds)
     for mask, array in ((Spans(bounds, S), bounds), (segments(ids := _ids()), ids)):
@@ -75,6 +76,7 @@ def test_a_mask_with_the_number_of_a_dead_mask_is_another_mask() -> None:
     assert all(reference() is not None for reference, _ in _memory._masks.values())
 
 
+@pytest.mark.slow
 def test_sizes_are_part_of_the_key() -> None:
     mask = causal() & segments(jnp.asarray(np.arange(S) // 5))
     for q, k in ((Q, K), (Q[:, :, :3], K), (Q[:1], K[:1]), (Q, K)):
@@ -85,6 +87,7 @@ def test_sizes_are_part_of_the_key() -> None:
         attention(Q[:, :, :3], K[:, :, :3], V[:, :, :3], mask=mask)
 
 
+@pytest.mark.slow
 def test_no_tracer_is_remembered() -> None:
     ids, kept, closed = jnp.asarray(_ids()), [], segments(jnp.asarray(_ids()))
 
@@ -128,6 +131,7 @@ def test_threads_share_the_memory() -> None:
     assert len(_memory._static) <= 16
 
 
+@pytest.mark.slow
 def test_functions_are_not_remembered() -> None:
     limit = [3]
     mask = from_predicate(lambda b, h, i, j: j < limit[0])  # noqa: ARG005
@@ -136,6 +140,7 @@ def test_functions_are_not_remembered() -> None:
     assert not np.array_equal(_run(mask), before)
 
 
+@pytest.mark.slow
 def test_options_by_position_read_the_indices_of_a_remembered_mask() -> None:
     mask, bias = segments(jnp.asarray(_ids())), alibi(np.full(4, 0.5, np.float32))
     wanted = _run(mask.prepare(S, S, batch=2), bias=bias)

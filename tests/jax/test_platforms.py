@@ -44,6 +44,7 @@ def test_a_program_has_the_backend_of_its_platform(platform: str, calls: int) ->
     assert found == ["attnspan_forward", "attnspan_backward"][:calls]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("wrap", [jax.jit, jax.grad, jax.vmap])
 @pytest.mark.parametrize(
@@ -66,6 +67,7 @@ def test_a_call_that_no_platform_runs_raises_when_it_is_traced() -> None:
         jax.eval_shape(partial(_loss, backend="pallas"), x)
 
 
+@pytest.mark.slow
 def test_cudnn_is_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where JAX has CUDA, one program has cuDNN for GPUs and the kernel for CPUs, gradients too."""
     used = []
@@ -112,6 +114,7 @@ def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         _loss(wide, backend="xla")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["b, 2, 16, 8", "b, 2, s, 8"])
 def test_sizes_may_be_symbols(sizes: str) -> None:
     """A batch for every platform, lengths where there is a kernel for them; other backends refuse by name."""

@@ -60,6 +60,7 @@ def test_calls_have_their_values_under_each_setting(setting, backend):
     assert all(np.isfinite(np.asarray(x)).all() and np.abs(np.asarray(x)).max() > 0.1 for x in grads)
 
 
+@pytest.mark.slow
 def test_the_drop_in_vmap_and_spans_under_each_setting(setting):
     x = Q.swapaxes(1, 2)
     ours = jax.vmap(lambda x: dot_product_attention(x, x, x, is_causal=True))(x)

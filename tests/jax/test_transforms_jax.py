@@ -38,6 +38,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_jit_and_value_and_grad(name: str) -> None:
     step = jax.jit(jax.value_and_grad(jax.jit(loss(attend(name))), (0, 1, 2)))
@@ -102,6 +103,7 @@ REMAT: dict[str, Any] = {
 VALUES = REMAT if everything() else ("by name",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "remat"),
     [*(("cpu", remat) for remat in VALUES), pytest.param("xla", "dots", marks=pytest.mark.long)],
@@ -135,6 +137,7 @@ def test_checkpointing_runs_the_kernel_again() -> None:
     assert counts == {"none": 1, "full": 2, "dots": 2, "nothing": 2, "everything": 1, "by name": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_masks_are_arguments_of_jit_and_new_ids_compile_nothing(name: str) -> None:
     traces = []
@@ -166,6 +169,7 @@ def test_biases_are_arguments_of_jit(name: str) -> None:
     close(got, gradient("math", alibi(slopes)), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_seeds_by_key_and_number(name: str) -> None:
     """A seed and those it gives for each row and head drop the same elements, another one others."""
@@ -226,6 +230,7 @@ def test_export_of_the_kernel_is_refused_by_jax() -> None:
         export.export(jax.jit(attend("cpu")))(*QKV)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_refused_by_kernels(name: str) -> None:
     remedy = r'Pass backend="math", or call attention inside `with attnspan\.backend\("math"\)'
     for forward in (jax.jvp, lambda f, x, _: jax.jacfwd(f)(*x)):

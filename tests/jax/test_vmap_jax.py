@@ -134,6 +134,7 @@ def test_nested_vmap(name: str) -> None:
     close(nested(q, k, v), plain(q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_vmap_over_rows_without_a_batch_axis(name: str) -> None:
     """What is written for one sequence, (S, H, D), mapped over the batch."""

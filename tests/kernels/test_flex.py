@@ -109,6 +109,7 @@ def test_an_uncompiled_call_compiles_once_for_each_kind(monkeypatch: pytest.Monk
     assert len({id(f.__code__) for f in made}) == 2, "torch counts recompilations by code object"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "within"),
     [("cpu", nullcontext), ("math", nullcontext), ("flex", eager), ("triton", triton.interpreted)],

@@ -34,6 +34,7 @@ def flags_at(address: int) -> set[str]:
     raise AssertionError(f"no mapping contains {address:#x}")
 
 
+@pytest.mark.slow
 def test_long_results_ask_for_large_pages() -> None:
     mask = attnspan.window(32) & attnspan.causal()
     q, k, v = (torch.randn(1, HEADS, TOKENS, DIM, requires_grad=True) for _ in range(3))

@@ -31,6 +31,7 @@ def plan_of(mask, **given):
 PLAIN = Machine("plain", "bfloat16", 1e12, 5e11, 1e9, 1e8, 1e-6, 2)
 
 
+@pytest.mark.slow
 def test_with_rates_the_shortest_time_is_taken_and_of_equals_the_fewest_bytes():
     mask = causal() & segments(np.repeat(np.arange(4), [80, 70, 60, 46]))
     fast = replace(PLAIN, bandwidth_within=1e15, bandwidth_across=1e15, latency=1e-15)
@@ -124,6 +125,7 @@ def test_links_work_at_once_and_each_is_as_slow_as_its_busier_direction(values, 
     assert found == pytest.approx(seconds + 2 * 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_ranks_measure_the_same_figures(node_size):
     first, second = world(2).run(lambda: Machine.calibrate(node_size=node_size, head_dim=32, seconds=0.1))

@@ -23,6 +23,7 @@ def one(mask, tokens, setup, machine=None):
     return simulate(mask, tokens, [setup], machine=machine, **SIZES)[0]
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_a_layout_and_its_plan():
     mask = pack(sample_lengths("lognormal", 5000, mean=200))
     dense = np.asarray(mask.spans(5000, 5000).dense())[0, 0]

@@ -14,6 +14,7 @@ from attnspan.parallel import Layout, ShardedCache
 from attnspan.torch import MissingPlanWarning, _unplanned, attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
 @ranks(4)
 def test_options_of_the_heads_and_batch_rows_of_other_groups_may_differ(strategy: str) -> None:

@@ -174,6 +174,7 @@ def test_every_placement_gives_what_one_process_gives_or_an_error() -> None:
     check("spans", cases, good_of("spans"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MASKS))
 @ranks(2)
 def test_arrays_of_masks_lie_as_q_or_whole(kind: str) -> None:
@@ -232,6 +233,7 @@ def test_uneven_parts(batch: int, heads: tuple[int, int], place: str, error: str
         check(kind, [case], set() if error else {case}, batch=batch, heads=heads, error=(ShapeError, text))
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_two_mesh_axes() -> None:
     good = {("S0 S1",) * 3 + (at,) for at in ("R R", "S0 R")} | {("S0 S0",) * 3 + ("S0 S0",)}

@@ -54,6 +54,7 @@ DISAGREEMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("same", "changes"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 @ranks(3)
 def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(
@@ -219,6 +220,7 @@ NOBODY = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])

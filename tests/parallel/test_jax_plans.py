@@ -132,6 +132,7 @@ def test_options_with_their_gradients(split: Split, kind: str) -> None:
     check(got, oracle(given, mask, lowered))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "by_key"), [(EXCHANGE, True), long(RING, False), long(RING, True)], ids=str
 )
@@ -159,6 +160,7 @@ def test_masks_of_single_heads(split: Split) -> None:
         check(attend(split.place(each, length), given), oracle(given, each))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "axes"), [long("auto", ("outer", "inner")), ("ring", ("inner", "outer"))], ids=str
 )
@@ -228,6 +230,7 @@ def collectives(split: Split, gradient: bool) -> dict[str, int]:
     return {kind: found.count(kind) for kind in sorted(set(found))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "forward", "backward"),
     [

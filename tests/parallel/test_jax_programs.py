@@ -109,6 +109,7 @@ def test_within_a_shard_map_a_plan_has_what_that_left_of_the_mesh() -> None:
             jax.jit(run)(*(given[x] for x in "qkv"))
 
 
+@pytest.mark.slow
 @on_devices
 def test_the_one_row_of_packed_rows_is_split_as_a_sequence() -> None:
     """Layout "thd", whose one row is split as a sequence."""
@@ -187,6 +188,7 @@ def test_rows_of_another_layout_are_refused() -> None:
             plans[0].on(split.mesh, **given, **axes)
 
 
+@pytest.mark.slow
 @on_devices
 def test_the_platform_decides_which_exchange_a_program_has() -> None:
     length = 48

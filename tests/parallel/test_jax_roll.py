@@ -118,6 +118,7 @@ def test_meshes_of_two_axes_dtypes_and_dimensions() -> None:
     np.testing.assert_array_equal(found, np.roll(np.arange(LENGTH), 1))
 
 
+@pytest.mark.slow
 @on_devices
 def test_one_collective_and_no_recompilation_for_another_plan() -> None:
     mesh, sizes, before = mesh_of(4), set(), None
@@ -141,6 +142,7 @@ def test_one_collective_and_no_recompilation_for_another_plan() -> None:
     assert run._cache_size() <= 3
 
 
+@pytest.mark.slow
 @on_devices
 def test_fills_do_not_recompile_and_empty_arrays_roll() -> None:
     mesh, layout = mesh_of(2), layouts(2)["zigzag"]

@@ -84,6 +84,7 @@ def test_orders() -> None:
         check(Layout.of(causal(), q_len=5, ranks=9, method=method), 5, 9, 1, 1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.integers(1, 30), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.booleans(), st.booleans()

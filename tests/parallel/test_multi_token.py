@@ -59,6 +59,7 @@ def test_the_table_of_rows_is_that_of_the_plans() -> None:
         assert f"| {name} | {rows} | {3 * length:,} |" in PAGE
 
 
+@pytest.mark.slow
 def test_the_example_has_the_losses_and_gradients_of_one_rank() -> None:
     text = torchrun(2, EXAMPLE) if everything() else world(2).run(printed_by_example)[0]
     steps = re.findall(r"next token ([\d.]+), second token ([\d.]+)", text)

@@ -177,6 +177,7 @@ def test_all_pairs_of_masks_heads_options_and_lengths(ranks: int, strategy: str)
     check(ranks, grid(ranks, strategy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "exchange"), (3, "ring"), (4, "hybrid(2, 2, ring)")])
 def test_parts_of_rows_with_large_biases_merge(ranks: int, strategy: str) -> None:
     cases = [
@@ -242,6 +243,7 @@ def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, d
         assert float(got.norm()) <= allowed, f"{kind}: error {got.norm():.3g}, allowed {allowed:.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS[1:], 2))
 def test_cross_attention(ranks: int, strategy: str) -> None:
     options, first = list(OPTIONS), WORLDS.index((ranks, strategy))

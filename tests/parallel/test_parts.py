@@ -68,6 +68,7 @@ def test_its_parts_merge_to_the_whole(backend: str, strategy: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
 @pytest.mark.parametrize("axes", [{"batch": 2, "sequence": 2}, {"sequence": 4, "strategy": "ring"}], ids=str)
 @on_devices

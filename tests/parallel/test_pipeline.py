@@ -211,6 +211,7 @@ def test_compiled_and_recomputed_stages_have_one_program_for_all_plans(virtual: 
     assert counter.frame_count == virtual
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_plans_in_another_order_give_other_losses_and_gradients() -> None:
     pipeline = Pipeline(torch.float64)

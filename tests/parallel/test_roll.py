@@ -91,6 +91,7 @@ def test_a_roll_is_that_of_the_gathered_tensor(count: int) -> None:
             torch.testing.assert_close(grad, layout.shard(want, rank), rtol=1e-15, atol=1e-15)
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_ranks_without_rows_take_part() -> None:
     where, rank = mesh(3), dist.get_rank()
@@ -113,6 +114,7 @@ DTYPES = ["float32", "bfloat16", "float16", "int64", "int32", "bool", "complex64
 DTYPES += ["uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"]
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_any_dtype_and_dimension() -> None:
     where, rank, ids = mesh(3), dist.get_rank(), ids_of(1)
@@ -179,6 +181,7 @@ def test_gradients_of_one_shift_are_exact_and_of_several_are_added_in_float32(dt
         torch.testing.assert_close(grad.double(), want, rtol=torch.finfo(x.dtype).eps, atol=1e-6)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_every_derivative_is_a_roll() -> None:
     where, rank, layout = mesh(2), dist.get_rank(), layouts(2)["zigzag"]
@@ -217,6 +220,7 @@ def least(layout: Layout, shifts: tuple[int, ...], ids: Any = None) -> int:
     return len(moves)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_only_rows_that_change_their_owner_travel_in_one_collective() -> None:
     where, rank, ids, calls = mesh(4), dist.get_rank(), ids_of(), []

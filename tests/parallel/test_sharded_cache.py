@@ -98,6 +98,7 @@ MISUSES: dict[str, Callable[[ShardedCache], Any]] = {
 }
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_cache_refuses_what_does_not_fit_and_is_left_as_it_was() -> None:
     wanted = attention(*(x[:, :, :6] for x in cached()), mask=CAUSAL & attnspan.segments(CACHED_IDS))

@@ -64,6 +64,7 @@ def weights_of(shape: tuple[int, ...], rank: int) -> Tensor:
 SHAPES = [(37,), (2, 37), (2, 37, 3), (37, 2, 3), (2, 3, 37)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("method", ["zigzag", "contiguous", "balanced"])
 @ranks(lambda count: count)
@@ -90,6 +91,7 @@ def attend_on_two_levels(case: Case, strategy: str, name: str) -> dict[str, Any]
     return attend(placed, case)
 
 
+@pytest.mark.slow
 def test_on_two_levels_heads_are_shared_within_a_node() -> None:
     case = Case(length=101, heads=(6, 2))
     for strategy, name in (("auto", "hybrid(2, 2)"), ("exchange", "exchange"), ("hybrid(4, 1)", "ulysses")):

@@ -85,6 +85,7 @@ def _exact(inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         return _run(theirs, [_wide(x) for x in inputs], {name: _wide(x) for name, x in options.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_and_gradients(dtype: torch.dtype) -> None:
     cases = [
@@ -94,6 +95,7 @@ def test_results_and_gradients(dtype: torch.dtype) -> None:
     _assert_as_exact(cases, dtype)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_differences() -> None:
     for inputs, options in _samples(torch.float64):
         assert torch.autograd.gradcheck(

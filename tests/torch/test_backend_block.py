@@ -159,6 +159,7 @@ def test_a_checkpoint_keeps_the_backend_of_its_block(selective: bool) -> None:
         assert torch.equal(first, torch.autograd.grad(out.sum(), x)[0])
 
 
+@pytest.mark.slow
 def test_it_is_part_of_the_key_of_every_jit() -> None:
     x, traces = jnp.ones((1, 2, 4, 8)), []
 

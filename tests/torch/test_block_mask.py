@@ -68,6 +68,7 @@ def test_blocks_that_stick_out_are_partial_as_torchs_are(q_len: int, k_len: int)
     _same_lists(to_block_mask(attnspan.full(), q_len, k_len, block_size=16), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "k_len"), [(64, 64), (50, 70), (70, 50)])
 def test_flex_attention_with_the_converted_mask_gives_our_result(q_len: int, k_len: int) -> None:
     mask, _ = _documents(q_len, k_len)

@@ -230,6 +230,7 @@ def _wants_large_pages(address: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_module("asks the system for large pages")
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no pages of 2 MiB"

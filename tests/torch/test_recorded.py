@@ -55,6 +55,7 @@ CALLS |= {
 
 
 # The proxies of all recorders meet the same operators: in the ordinary run each call goes one way.
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recorder", ["jit", "real", "symbolic"])
 @pytest.mark.parametrize("name", few(CALLS, 12))

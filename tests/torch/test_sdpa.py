@@ -91,6 +91,7 @@ def test_what_batch_dims_share_is_not_expanded(shape: tuple[int, ...], boolean: 
     assert relative_error(out, torchs(q, q, q, attn_mask=mask)) <= 16 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_is_repeated_by_torchs_seed(compiled: bool) -> None:
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 64, 16)

@@ -77,6 +77,7 @@ def test_an_unknown_subclass_is_refused_by_name(name: str) -> None:
         CALLS[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "compiled"), [(causal_upper_left, False), (causal_lower_right, False), (causal_upper_left, True)]
 )

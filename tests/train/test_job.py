@@ -217,6 +217,7 @@ def test_no_mfu_is_shown_that_a_step_exceeds(fastest, mfu):
     assert (summary.mfu, "MFU" in dict(summary.rows())) == (mfu, mfu is not None)
 
 
+@pytest.mark.slow
 def test_no_product_is_faster_than_the_ceiling(tiny):
     ceiling = max(peak_flops(tiny(), torch.device("cpu")))
     if not ceiling:
@@ -288,6 +289,7 @@ def heard():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_saves_the_step_and_a_resumed_run_has_the_same_losses(tiny, tmp_path, number):

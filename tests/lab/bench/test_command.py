@@ -60,6 +60,7 @@ def _lacks(text, *parts):
     return [part for part in parts if part not in text]
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_and_writes(run, tmp_path):
     own, out, page = tmp_path / "own.json", tmp_path / "results.json.gz", tmp_path / "page.html"
     write_json(own, [WORK])

@@ -68,6 +68,7 @@ def test_the_environment_tells_what_decides_speed(monkeypatch, tmp_path):
     assert same_machine(found | {"threads": 2}, found | {"threads": 1}) == ["threads: 2, then 1"]
 
 
+@pytest.mark.slow
 @on_linux
 def test_what_only_the_first_call_needs_is_not_counted():
     class Compiling:

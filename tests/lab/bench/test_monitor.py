@@ -312,6 +312,7 @@ def test_a_device_is_asked_for_its_utilisation_or_judged_by_its_phases(has_nvml,
     assert ("NVML" in probe.utilisation_source) == has_nvml
 
 
+@pytest.mark.slow
 def test_the_operators_count_visible_pairs_inside_compiled_graphs_too(tmp_path):
     heads, length, dim = 2, 32, 16
     x = torch.randn(1, heads, length, dim, requires_grad=True)

@@ -202,6 +202,7 @@ def test_other_engines_refuse_what_they_would_not_compute(monkeypatch):
         assert BY_NAME[name].refuses(_job()) == f"{name} is not installed"
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_there_is_a_reason(monkeypatch):
     found = _small("causal")
     assert enough_memory(found, 1.0, "it") is None

@@ -92,6 +92,7 @@ print("a line of the framework's own")
 print(json.dumps([{"name": "torch-xla", "ratio": ratio, "partner": "jax-beside-xla"}]))"""
 
 
+@pytest.mark.slow
 def test_the_other_environment_is_asked_and_what_goes_wrong_there_is_the_reason(other_python):
     (lazy,) = routes.lazy_routes(SMALL, BUDGET, other_python(ANSWER), threads=2)
     assert (lazy.partner, lazy.ratio.median) == ("jax-beside-xla", 1.5)

@@ -242,6 +242,7 @@ def test_a_healthy_model_passes(tmp_path: Path) -> None:
     assert ElementTree.parse(junit).getroot().get("failures") == "0"
 
 
+@pytest.mark.slow
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnspan_lab.doctor.torch import stages
 

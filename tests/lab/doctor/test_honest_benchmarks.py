@@ -54,6 +54,7 @@ print(time.perf_counter() - start)
     assert any("page faults in the first run" in x for x in finding.evidence), finding
 
 
+@pytest.mark.slow
 def test_the_command_shows_both_numbers(tmp_path):
     (tmp_path / "bench.py").write_text(BENCHMARKS["processor time in nanoseconds"].sick)
     made = CliRunner().invoke(build_app(), ["doctor", "--timing", "--", "python", str(tmp_path / "bench.py")])
@@ -75,6 +76,7 @@ def test_other_shapes_are_other_calls(tmp_path):
     assert [x["amount"] for x in facts["regions"]] == ["9 samples"] * 2
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_not_called_is_named(tmp_path):
     sick = BENCHMARKS["the last result is not waited for"].healthy
     (finding, *_), _ = examine(sick.replace("jax.block_until_ready(out)", "out.block_until_ready"), tmp_path)

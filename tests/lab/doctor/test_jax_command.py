@@ -38,6 +38,7 @@ def test_the_command_finds_out_that_it_is_jax(tmp_path: Path, monkeypatch: pytes
     assert "jnp.asarray(x, dtype)" in files["page"].read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", jax_right.WHOLE)
 def test_models_of_flax_and_functions_are_jax(name: str) -> None:
     with as_users_do():

@@ -233,6 +233,7 @@ def images(mixes):
     return Images(mixes), [{"images": torch.randn(3, 3, 16, 16)}]
 
 
+@pytest.mark.slow
 def test_samples_of_images_are_compared():
     _, facts = examined(images(False))
     assert facts["checked"]["samples"] == "a changed sample changes the results of no other sample"
@@ -400,6 +401,7 @@ def test_a_form_of_the_prefill_is_tried_on_decode_steps():
 # Remedies that depend on the model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_call_that_a_checkpoint_repeats_is_the_same_call(reentrant):
     """torch's function decomposes into products and a softmax, in the backward pass too."""

@@ -62,6 +62,7 @@ def page(tmp_path_factory):
     return page_of(sample_results(), tmp_path_factory.mktemp("page"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("results", "wanted", "title"),
     [
@@ -114,6 +115,7 @@ def test_a_training_shows_its_loss_first_and_then_its_speed(tmp_path):
     assert first["aria-label"].startswith("Tokens per second")
 
 
+@pytest.mark.slow
 def test_every_run_of_every_cell_is_a_row_and_headlines_are_its_totals(page, tmp_path):
     results = sample_results()
     runs = [(cell, run) for cell in results.cells for run in cell.runs]
@@ -139,6 +141,7 @@ def test_every_run_of_every_cell_is_a_row_and_headlines_are_its_totals(page, tmp
     assert "in a row" in page_of(replace(results, cells=(queued,)), tmp_path).words
 
 
+@pytest.mark.slow
 def test_the_machine_is_described_in_words_and_no_run_exceeds_it(page, tmp_path):
     facts = dict(zip(page.words, page.words[1:], strict=False))
     wanted = {"memory bytes": "16.0 GiB", "load average": "0.1235, 0.5", "versions, tokamax": "-"}
@@ -202,6 +205,7 @@ def _luminance(color):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.slow
 def test_charts_are_plotlys_in_colours_that_both_themes_have_and_that_can_be_read(page):
     from plotly.graph_objects import Figure
 

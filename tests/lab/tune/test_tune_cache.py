@@ -105,6 +105,7 @@ def junk(): return 3
 """
 
 
+@pytest.mark.slow
 def test_the_command_tunes_any_callable(tmp_path, monkeypatch, attnspan):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", str(tmp_path))

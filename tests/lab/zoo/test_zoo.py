@@ -66,6 +66,7 @@ def test_what_is_wrong_is_said(name):
     assert line_of(row)[1] == f"{len(expected)} wrong"
 
 
+@pytest.mark.slow
 def test_a_sound_attention_is_not_blamed():
     row = row_of("sound", *(key for layout in ("plain", "packed", "padded") for key in keys("eager", layout)))
     assert complaints(row) == []
@@ -91,6 +92,7 @@ def test_breaks_of_the_graph_and_more_graphs_than_others_are_said():
     assert complaints(dataclasses.replace(row, cells=(sdpa, as_many))) == []
 
 
+@pytest.mark.slow
 def test_a_models_own_failures_are_not_attentions():
     keeper = Keeper(BY_NAME["own"], dataclasses.replace(QUICK, layouts=("plain",)))
     made = [work() for _, work in results(keeper, ())]
@@ -277,6 +279,7 @@ def test_a_file_becomes_a_page_and_the_tables_between_marks(tmp_path, monkeypatc
     assert tables.read_text() == "no marks"
 
 
+@pytest.mark.slow
 def test_the_page_of_the_site_shows_the_results_file():
     root = Path(__file__).parents[3]
     _, _, after = (root / "docs" / "zoo.md").read_text(encoding="utf-8").partition(BEGIN)
