@@ -214,6 +214,7 @@ def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_ranks_that_bring_other_batches_are_told(tmp_path):
     text = "context_parallel: batches: expected the same on all ranks of a group"

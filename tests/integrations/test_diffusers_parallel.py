@@ -220,6 +220,7 @@ def test_layers_that_are_checkpointed_attend_twice(compiled):
     check("Wan", Mesh((2,)), "ring", compiled, True, calls=0 if compiled else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "heads", "side"), [(3, 4, SIDE), (6, 6, 3)])
 @ranks(3)
 def test_even_and_smallest_shares(text, heads, side):
@@ -311,6 +312,7 @@ def test_bfloat16_is_as_close_as_on_one_rank(name):
     assert all(ours < 1.2 * theirs for ours, theirs in zip(*errors, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "members", "groups"), [("exchange", 3, 1), ("exchange", 2, 2), ("ring", 2, 2)]
 )

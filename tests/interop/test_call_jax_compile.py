@@ -265,6 +265,7 @@ def test_a_name_of_another_process_is_refused() -> None:
         bridge.call_op([torch.ones(1)], "fn#1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "reentrant", "selective", pytest.param("compiled", marks=compiles)])
 def test_checkpointing(way: str) -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)

@@ -60,6 +60,7 @@ def test_packed_rows() -> None:
     assert wrapped(*given)[1].shape == (2, 24)
 
 
+@pytest.mark.slow
 def test_an_oracle_of_its_own() -> None:
     def capped(q: Tensor, k: Tensor, v: Tensor, softcap: float = 5.0) -> Tensor:
         x = q @ k.mT * q.shape[-1] ** -0.5

@@ -49,6 +49,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHERWISE)
 @ranks(2)
 def test_a_cache_whose_ranks_attend_otherwise_is_refused_on_all(what: str) -> None:

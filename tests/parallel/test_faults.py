@@ -106,6 +106,7 @@ def call(
         torch.stack([results[name].sum() for name in gradients]).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CALLS)
 @ranks(3)
 def test_another_call_on_one_rank_is_an_error_on_all_before_it_exchanges_anything(what: str) -> None:

@@ -151,6 +151,7 @@ def test_second_derivatives_are_those_of_one_device_or_refused() -> None:
         assert_second_derivatives("xla")
 
 
+@pytest.mark.slow
 @on_devices
 def test_rows_of_another_layout_are_refused() -> None:
     length = 24

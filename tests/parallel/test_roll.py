@@ -161,6 +161,7 @@ def test_results_may_be_written_in_place() -> None:
     torch.testing.assert_close(mine.grad, layout.shard(whole.grad, rank), rtol=1e-15, atol=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @ranks(3)
 def test_gradients_of_one_shift_are_exact_and_of_several_are_added_in_float32(dtype: str) -> None:
