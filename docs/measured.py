@@ -53,12 +53,12 @@ class Machine:
     files: tuple[tuple[str, str, str], ...]
 
 
-_ZEN4 = "zen4-documents-avx512.json.gz"
 GRID = "attnspan bench grid --lengths {lengths} --head-dims {dims} --dtypes {dtypes}"
 DOCUMENTS = (
     "attnspan bench documents-8 documents-32 documents-256 documents-corpus --dtypes {dtypes} "
     "--peers sdpa-dense-mask,sdpa-per-document"
 )
+PER_DOCUMENT = DOCUMENTS.replace("sdpa-dense-mask,", "")
 
 MACHINES = (
     Machine(
@@ -88,8 +88,21 @@ MACHINES = (
     Machine(
         "zen4",
         "AMD EPYC (Zen 4), 2 cores",
-        "This machine has AVX-512. The run measured packed documents.",
-        ((_ZEN4, "Packed documents, AVX-512", DOCUMENTS),),
+        "This machine has AVX-512 with bfloat16 products, half as wide as Zen 5's. Some runs are held to AVX2 or to "
+        "plain AVX-512 by `ATTNSPAN_ISA`, and the other libraries by their own variables "
+        "([Building](../building.md)).",
+        (
+            ("zen4-avx512bf16.json.gz", "AVX-512 with bfloat16 products", GRID),
+            ("zen4-avx512bf16-4096.json.gz", "AVX-512 with bfloat16 products, 4,096 tokens", GRID),
+            ("zen4-avx512.json.gz", "AVX-512 without bfloat16 products", GRID),
+            ("zen4-avx2.json.gz", "AVX2", GRID),
+            ("zen4-documents-avx512.json.gz", "Packed documents, AVX-512", DOCUMENTS),
+            (
+                "zen4-documents-avx512bf16.json.gz",
+                "Packed documents, AVX-512 with bfloat16 products",
+                PER_DOCUMENT,
+            ),
+        ),
     ),
 )
 
@@ -144,6 +157,7 @@ class Row:
 _GRIDS = (
     ("Zen 5 with AVX-512", "zen5-avx512bf16.json.gz"),
     ("Zen 5 held to AVX2", "zen5-avx2.json.gz"),
+    ("Zen 4 with AVX-512", "zen4-avx512bf16.json.gz"),
     ("Xeon with matrix tiles", "tiles-amx.json.gz"),
 )
 ROWS = (
