@@ -161,11 +161,12 @@ void write_value(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t 
   write_lse(a, b, h, i, end.lse);
 }
 
-// For a row whose weight is nearly all in the lane of its sums that has key `place`. Where its output is within two
-// units in the last place of what the likeliest key alone would give, it becomes that. Returns the factor that is left.
+// For a row whose weight is nearly all in the lane of its sums that has key `place`. Where its output is within the
+// errors `near` of the engine's products of what the likeliest key alone would give, it becomes that. Returns the
+// factor that is left.
 template <class T>
 [[gnu::noinline, gnu::cold]] float settle(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t place,
-                                          float weight, float factor, float* out) {
+                                          float near, float weight, float factor, float* out) {
   const int64_t key = ExactRow<T>(a, b, h, i).likeliest_key(place);
   if (key < 0) return factor;
   if (a.options.dropout.on()) weight *= RowOptions(a, b, h, i, 1.0f).kept_weight(key);
@@ -174,16 +175,17 @@ template <class T>
   for (int64_t d = 0; d < a.v_dim; d += Vec::width) {
     // Halves: the output may be a unit above the largest float.
     const Vec x = load(value + d) * set(0.5f * weight), y = load(out + d) * set(0.5f * factor);
-    const Mask near = greater(magnitude(x) * set(0x1p-22f), magnitude(y - x));
-    store(out + d, select(near, x + x, y + y));
+    store(out + d, select(greater(magnitude(x) * set(near), magnitude(y - x)), x + x, y + y));
   }
   return 1.0f;
 }
 
-// The lane for `settle`, or -1. Outputs of 16 bits need none: rounding makes them the key's value.
-template <class T>
+// The lane for `settle`, or -1. Outputs of 16 bits need none if they are the key's value: rounding makes them that. With
+// dropout they are a multiple of it, which weights of two pieces miss by more than a rounding.
+template <class T, class E>
 inline int lane_to_settle(const ForwardArgs& a, const float* sums, float sum) {
-  return sizeof(T) == 4 || a.out.wide ? lone_lane(sums, sum) : -1;
+  const bool rounded = sizeof(T) == 2 && !a.out.wide && !(E::pieces == 2 && a.options.dropout.on());
+  return rounded ? -1 : lone_lane(sums, sum);
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

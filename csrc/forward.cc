@@ -183,8 +183,8 @@ class Forward : ForwardTiles<E> {
     float* const out = o.out + r * v_cols;
     if (!sees) std::memset(out, 0, static_cast<size_t>(v_cols) * sizeof(float));
     float factor = end.factor * correction_of<E>(o.sums + r * sum_lanes, sum);
-    if (const int lane = sees ? lane_to_settle<T>(a, o.sums + r * sum_lanes, sum) : -1; lane >= 0)
-      factor = settle<T>(a, b, h, i, rows.origin + lane, end.weight, factor, out);
+    if (const int lane = sees ? lane_to_settle<T, E>(a, o.sums + r * sum_lanes, sum) : -1; lane >= 0)
+      factor = settle<T>(a, b, h, i, rows.origin + lane, E::near, end.weight, factor, out);
     write_row<T>(out, factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);
   }
