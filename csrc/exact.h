@@ -180,8 +180,8 @@ template <class T>
   return 1.0f;
 }
 
-// The lane for `settle`, or -1. Outputs of 16 bits need none if they are the key's value: rounding makes them that. With
-// dropout they are a multiple of it, which weights of two pieces miss by more than a rounding.
+// The lane for `settle`, or -1. Outputs of 16 bits need none if they are the key's value: rounding makes them that.
+// With dropout they are a multiple of it, which weights of two pieces miss by more than a rounding.
 template <class T, class E>
 inline int lane_to_settle(const ForwardArgs& a, const float* sums, float sum) {
   const bool rounded = sizeof(T) == 2 && !a.out.wide && !(E::pieces == 2 && a.options.dropout.on());
