@@ -12,7 +12,7 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pypro
 help:
 	@echo "make train      train a small language model on real text for four minutes, and sample text from it"
 	@echo "make failures   run a program for each of the four failures that attnspan prevents, four minutes"
-	@echo "make test       run the tests, with pairs of options and masks, 10 minutes on two cores of a Xeon"
+	@echo "make test       run the tests, with pairs of options and masks, 13 minutes on two cores of a Zen 4"
 	@echo "make test-fast  run the tests that take at most 0.3 seconds each, 85 seconds, for use during a change"
 	@echo "make test-all   run all combinations, long tests, every instruction-set level and the sanitizers, hours, before a release"
 	@echo "make fuzz MINUTES=2  run the randomized tests with new seeds for some minutes, and shrink failing cases"

@@ -88,8 +88,8 @@ MACHINES = (
     Machine(
         "zen4",
         "AMD EPYC (Zen 4), 2 cores",
-        "This machine has AVX-512 with bfloat16 products, half as wide as Zen 5's. Some runs are held to AVX2 or to "
-        "plain AVX-512 by `ATTNSPAN_ISA`, and the other libraries by their own variables "
+        "This machine has AVX-512 with bfloat16 products, half as wide as Zen 5's. Some runs are held to "
+        "AVX2 or to plain AVX-512 by `ATTNSPAN_ISA`, and the other libraries by their own variables "
         "([Building](../building.md)).",
         (
             ("zen4-avx512bf16.json.gz", "AVX-512 with bfloat16 products", GRID),
