@@ -13,7 +13,7 @@ help:
 	@echo "make train      train a small language model on real text for four minutes, and sample text from it"
 	@echo "make failures   run a program for each of the four failures that attnspan prevents, four minutes"
 	@echo "make test       run the tests, with pairs of options and masks, 13 minutes on two cores of a Zen 4"
-	@echo "make test-fast  run the tests that take at most 0.3 seconds each, 85 seconds, for use during a change"
+	@echo "make test-fast  run the tests that are not marked slow (more than 0.3 seconds), 85 seconds, for use during a change"
 	@echo "make test-all   run all combinations, long tests, every instruction-set level and the sanitizers, hours, before a release"
 	@echo "make fuzz MINUTES=2  run the randomized tests with new seeds for some minutes, and shrink failing cases"
 	@echo "make test-with WITH='torch==2.15.0'  run the tests with other versions of torch, jax, transformers or diffusers, in a separate environment"

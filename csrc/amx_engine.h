@@ -29,8 +29,9 @@ struct AmxEngine {
   using Element = C;
   using Exponential = std::conditional_t<Pieces == 1, C, float>;
   static constexpr int pair = 2, pieces = Pieces;
-  // Of a weighted value, see `settle`: products of small pieces are left out. float16 itself rounds by 2^-12.
-  static constexpr float near = Pieces == 1 ? 0x1p-22f : Pieces == 2 ? 0x1p-13f : 0x1p-21f;
+  // The relative error that `settle` allows a weighted value. Products of small pieces are left out, so that values of
+  // several pieces err more. Two pieces are for float16, which rounds by 2^-12 itself.
+  static constexpr float value_error = Pieces == 1 ? 0x1p-22f : Pieces == 2 ? 0x1p-13f : 0x1p-21f;
   static constexpr bool wide_exponents = !std::is_same_v<C, f16>;
   // Probabilities are held 2^15 times their size relative to the row's maximum: float16 has few numbers below 1.
   static constexpr float exponent_offset = wide_exponents ? 0.0f : 15.0f;

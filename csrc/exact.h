@@ -161,12 +161,11 @@ void write_value(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t 
   write_lse(a, b, h, i, end.lse);
 }
 
-// For a row whose weight is nearly all in the lane of its sums that has key `place`. Where its output is within the
-// errors `near` of the engine's products of what the likeliest key alone would give, it becomes that. Returns the
-// factor that is left.
+// For a row whose weight is nearly all in the lane of its sums that has key `place`. Where its output is within a
+// relative `error` of what the likeliest key alone would give, it becomes that. Returns the factor that is left.
 template <class T>
 [[gnu::noinline, gnu::cold]] float settle(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t place,
-                                          float near, float weight, float factor, float* out) {
+                                          float error, float weight, float factor, float* out) {
   const int64_t key = ExactRow<T>(a, b, h, i).likeliest_key(place);
   if (key < 0) return factor;
   if (a.options.dropout.on()) weight *= RowOptions(a, b, h, i, 1.0f).kept_weight(key);
@@ -175,7 +174,7 @@ template <class T>
   for (int64_t d = 0; d < a.v_dim; d += Vec::width) {
     // Halves: the output may be a unit above the largest float.
     const Vec x = load(value + d) * set(0.5f * weight), y = load(out + d) * set(0.5f * factor);
-    store(out + d, select(greater(magnitude(x) * set(near), magnitude(y - x)), x + x, y + y));
+    store(out + d, select(greater(magnitude(x) * set(error), magnitude(y - x)), x + x, y + y));
   }
   return 1.0f;
 }

@@ -355,7 +355,7 @@ class FewQueries : FewTiles<E> {
     if (sees && is_lost<T>(a, u.b, row.h, row.i, end.lse))
       end = {1.0f, ExactRow<T>(a, u.b, row.h, row.i).forward(out)};
     else if (const int lane = sees ? lane_to_settle<T, E>(a, sums, sum) : -1; lane >= 0)
-      end.factor = settle<T>(a, u.b, row.h, row.i, u.sequence.key + lane, E::near, end.weight, end.factor, out);
+      end.factor = settle<T>(a, u.b, row.h, row.i, u.sequence.key + lane, E::value_error, end.weight, end.factor, out);
     write_row<T>(out, end.factor, a.out, u.b, row.h, row.i, a.v_dim);
     write_lse(a, u.b, row.h, row.i, end.lse);
   }

@@ -184,7 +184,7 @@ class Forward : ForwardTiles<E> {
     if (!sees) std::memset(out, 0, static_cast<size_t>(v_cols) * sizeof(float));
     float factor = end.factor * correction_of<E>(o.sums + r * sum_lanes, sum);
     if (const int lane = sees ? lane_to_settle<T, E>(a, o.sums + r * sum_lanes, sum) : -1; lane >= 0)
-      factor = settle<T>(a, b, h, i, rows.origin + lane, E::near, end.weight, factor, out);
+      factor = settle<T>(a, b, h, i, rows.origin + lane, E::value_error, end.weight, factor, out);
     write_row<T>(out, factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);
   }

@@ -102,7 +102,7 @@ struct VectorEngine {
   static constexpr int pieces = 1;
   static constexpr bool wide_exponents = true;  // are exponentials of 2^-40 .. 2^40 elements?
   static constexpr float exponent_offset = 0.0f;
-  static constexpr float near = 0x1p-22f;  // of a weighted value, see `settle`
+  static constexpr float value_error = 0x1p-22f;  // that `settle` allows a weighted value
   static constexpr int pair = Step<C>::pair;
   static constexpr int per_panel = 16 / Vec::width;  // vectors in a panel's line
 #if defined(__AVX512F__)
